@@ -1,0 +1,75 @@
+# The only commands anyone types. `make` prints them.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# May carry options of pip, such as an index that has builds without CUDA for a machine without a GPU.
+TORCH ?= torch==2.13.0
+SETUP := $(VENV)/.setup-done
+PYTEST := $(BIN)/python -m pytest
+
+# Two torch threads on a busy two-core machine are three times slower than one.
+ONE_THREAD := OMP_NUM_THREADS=1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup proto fmt check test bench train pretrain equality stubs clean
+
+help: ## print this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(SETUP) ## virtual environment with everything that the other targets need
+
+$(SETUP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Python 3.11 or newer is needed, but '$(PYTHON)' is older or missing. Name one: make setup PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' || \
+	  { echo "Python can't make virtual environments here. On Debian: apt-get install python3-venv" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[train,plot,data,dev]'
+	@touch $@
+
+proto: $(SETUP) ## regenerate the Python stubs of the contract
+	$(BIN)/python scripts/gen_protos.py
+
+fmt: $(SETUP) ## format code and schema, sort imports
+	$(BIN)/ruff check --quiet --select I --fix
+	$(BIN)/ruff format
+	$(BIN)/buf format -w proto
+
+check: $(SETUP) ## formats, lint, types, imports, schema, stubs, unit ring
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+	PYTHONPATH=.:proto $(BIN)/lint-imports
+	$(BIN)/buf lint proto
+	$(BIN)/buf format --diff --exit-code proto
+	$(BIN)/buf breaking proto --against proto/ayni_v1.binpb
+	$(BIN)/python scripts/gen_protos.py --check
+	$(ONE_THREAD) $(PYTEST) tests/unit
+
+test: check ## check, then the integration and fault rings
+	$(ONE_THREAD) $(PYTEST) tests/integration tests/fault
+
+bench: $(SETUP) ## all-reduce against the same bytes over a bare socket; one JSON object
+	$(ONE_THREAD) $(BIN)/python tests/bench/all_reduce.py
+
+train: $(SETUP) ## fine-tune a small encoder on two local workers
+	$(BIN)/python scripts/prepare_data.py bbc
+	$(ONE_THREAD) $(BIN)/python scripts/train_local.py --run runs/bbc.yaml
+
+pretrain: $(SETUP) ## train a tiny language model from scratch on two local workers
+	$(BIN)/python scripts/prepare_data.py corpus
+	$(ONE_THREAD) $(BIN)/python scripts/train_local.py --run runs/pretrain.yaml
+
+equality: $(SETUP) ## show that N workers give the run that one process gives
+	$(BIN)/python scripts/prepare_data.py bbc
+	$(ONE_THREAD) $(BIN)/python tests/bench/equality.py
+
+# LANG is also the name of the locale variable, so it counts only where it was typed: make stubs LANG=go
+stubs: $(SETUP) ## stubs for another language: LANG=go|cpp|java|typescript|ruby|rust|csharp
+	@$(BIN)/python scripts/gen_stubs.py $(if $(filter command,$(firstword $(origin LANG))),$(LANG))
+
+clean: ## remove what the targets made, but neither the virtual environment nor prepared data
+	rm -rf build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -1,0 +1,146 @@
+"""Hot frames: ordinary protobuf on the wire, joined and parsed without a protobuf runtime.  [core]
+
+Theory of operation. The messages that carry bulk data look alike: an outer message with one `oneof` of
+sub-messages, one of which is a `Chunk`. A generated class would copy the payload into a message object, and again
+when it is serialized. Here a frame is joined from [small fields | payload] in one copy, and parsed in place: the
+payload is a view of the received bytes.
+
+Any conforming encoder may write the fields in any order, repeat scalar fields (the last one counts), split the
+sub-message (parts are merged), leave out defaults and add fields that we do not know; all of that is understood. What
+is not valid protobuf is refused with `BadRequest`.
+
+Ugly: groups (wire types 3 and 4) are refused although protobuf allows them as unknown fields; no proto3 encoder
+writes them.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ayni.errors import BadRequest
+
+CHUNK_FIELD = 2
+"""Field number of `chunk` in every gradient request and response."""
+
+_VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
+
+Buffer = bytes | memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkView:
+    """A `Chunk` whose data is a view of the frame that it came in."""
+
+    offset_bytes: int
+    part: int
+    crc32: int | None
+    data: memoryview
+
+
+def varint(value: int) -> bytes:
+    """Returns the base-128 form of a number in [0, 2**64)."""
+    result = bytearray()
+    while value > 0x7F:
+        result.append(value & 0x7F | 0x80)
+        value >>= 7
+    result.append(value)
+    return bytes(result)
+
+
+def encode_chunk(field_number: int, offset_bytes: int, part: int, payload: Buffer, crc32: int | None = None) -> bytes:
+    """Returns a whole message whose field `field_number` is a Chunk; copies the payload once.
+
+    Defaults are left out, and fields are in number order, as a generated class writes them.
+    """
+    inner = b"".join(
+        (
+            b"\x08" + varint(offset_bytes) if offset_bytes else b"",
+            b"\x10" + varint(part) if part else b"",
+            b"" if crc32 is None else b"\x1d" + crc32.to_bytes(4, "little"),
+            b"\x22" + varint(len(payload)) if len(payload) else b"",
+        )
+    )
+    return b"".join((varint(field_number << 3 | _LENGTH), varint(len(inner) + len(payload)), inner, payload))
+
+
+def decode_frame(frame: bytes) -> tuple[int, "ChunkView | memoryview"]:
+    """Returns which field of the frame's oneof is set, and its content in place.
+
+    Returns:
+        (CHUNK_FIELD, ChunkView), or (another field number, the sub-message's bytes). (0, empty) when none is set.
+        As protobuf says, the last field of a oneof counts, and repeated occurrences of the same one are merged.
+
+    Raises:
+        BadRequest: the bytes are not valid protobuf.
+    """
+    current, pieces = 0, list[memoryview]()
+    for number, wire_type, value in _fields(memoryview(frame)):
+        if wire_type != _LENGTH:
+            continue
+        assert isinstance(value, memoryview)
+        pieces = [*pieces, value] if number == current else [value]
+        current = number
+    if current == CHUNK_FIELD:
+        return current, _chunk(pieces)
+    return current, pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
+
+
+def _chunk(pieces: list[memoryview]) -> ChunkView:
+    offset_bytes, part, crc32, data = 0, 0, None, memoryview(b"")
+    for piece in pieces:
+        for number, wire_type, value in _fields(piece):
+            if (number, wire_type) == (1, _VARINT):
+                assert isinstance(value, int)
+                offset_bytes = value
+            elif (number, wire_type) == (2, _VARINT):
+                assert isinstance(value, int)
+                part = value & 0xFFFFFFFF
+            elif (number, wire_type) == (3, _FIXED32):
+                assert isinstance(value, memoryview)
+                crc32 = int.from_bytes(value, "little")
+            elif (number, wire_type) == (4, _LENGTH):
+                assert isinstance(value, memoryview)
+                data = value
+    return ChunkView(offset_bytes, part, crc32, data)
+
+
+def _fields(data: memoryview) -> Iterator[tuple[int, int, int | memoryview]]:
+    """Yields (field number, wire type, value); the value of anything but a varint is a view."""
+    position, end = 0, len(data)
+    while position < end:
+        tag, position = _read_varint(data, position)
+        number, wire_type = tag >> 3, tag & 7
+        if not 0 < number < 1 << 29:
+            raise BadRequest(f"a frame has the impossible field number {number}", field="frame")
+        if wire_type == _VARINT:
+            value, position = _read_varint(data, position)
+            yield number, wire_type, value
+            continue
+        length, position = _payload_length(data, position, wire_type)
+        if length > end - position:
+            raise BadRequest(
+                f"a frame is cut short: field {number} wants {length} bytes and {end - position} are left",
+                field="frame",
+            )
+        yield number, wire_type, data[position : position + length]
+        position += length
+
+
+def _payload_length(data: memoryview, position: int, wire_type: int) -> tuple[int, int]:
+    if wire_type == _LENGTH:
+        return _read_varint(data, position)
+    if wire_type in (_FIXED32, _FIXED64):
+        return (4 if wire_type == _FIXED32 else 8), position
+    raise BadRequest(f"a frame has a field of wire type {wire_type}, which proto3 does not write", field="frame")
+
+
+def _read_varint(data: memoryview, position: int) -> tuple[int, int]:
+    result = 0
+    for shift in range(0, 70, 7):
+        if position >= len(data):
+            raise BadRequest("a frame is cut short inside a number", field="frame")
+        byte = data[position]
+        position += 1
+        result |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return result & 0xFFFFFFFFFFFFFFFF, position
+    raise BadRequest("a frame has a number of more than 10 bytes", field="frame")

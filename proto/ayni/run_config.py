@@ -1,0 +1,167 @@
+"""What a run is: the run file's values, validated as a whole.  [core]
+
+The coordinator reads them from YAML and sends them to every worker (GetRun), so both sides have the same values and a
+worker needs no file. `ayni.settings` builds these classes from mappings and refuses unknown keys.
+"""
+
+import re
+from dataclasses import dataclass, field
+
+from ayni.tensors import WIRE_DTYPES
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskConfig:
+    """What is trained."""
+
+    name: str = ""
+    """Task in tree ("lora_classification", "causal_lm", "causal_lm_lora") or your own as "module:Class" on the workers'
+    Python path. Empty: the workers bring their own training loop and use WorkerClient."""
+    options: dict[str, object] = field(default_factory=dict)
+    """Options of the task; the task refuses unknown ones."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchConfig:
+    """How a step's samples are cut."""
+
+    samples: int = 32
+    """Samples of one step over all workers: the global batch."""
+    microbatches: int = 0
+    """Micro-batches that the global batch is cut into: the unit of lease and reduction. 0: one for each worker."""
+    evaluation_samples: int = 64
+    """Samples of one evaluation micro-batch."""
+
+    def __post_init__(self) -> None:
+        """Checks the counts."""
+        _at_least("batch.samples", self.samples, 1)
+        _at_least("batch.microbatches", self.microbatches, 0)
+        _at_least("batch.evaluation_samples", self.evaluation_samples, 1)
+        if self.microbatches > self.samples:
+            raise ValueError(f"batch.microbatches ({self.microbatches}) is more than batch.samples ({self.samples})")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerConfig:
+    """How parameters are updated."""
+
+    name: str = "adamw"
+    """"adamw" or "sgd"."""
+    learning_rate: float = 1e-3
+    """Peak learning rate."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up from 0."""
+    final_learning_rate: float = 0.0
+    """Learning rate that the cosine ends at, at the run's last step."""
+    schedule: str = "cosine"
+    """"cosine" or "constant", after the warm-up."""
+    weight_decay: float = 0.0
+    """Decoupled for adamw, added to the gradient for sgd; as in torch."""
+    beta1: float = 0.9
+    """AdamW's first moment."""
+    beta2: float = 0.999
+    """AdamW's second moment."""
+    epsilon: float = 1e-8
+    """AdamW's denominator."""
+    momentum: float = 0.0
+    """SGD's momentum."""
+    clip_norm: float = 1.0
+    """Largest norm of the mean gradient; 0 switches clipping off."""
+    update: str = "auto"
+    """"host": float32 on the CPU, the same bytes on every processor. "device": torch on the backend. "auto": host when
+    the first epoch has more than one kind of device, else device."""
+
+    def __post_init__(self) -> None:
+        """Checks names and ranges."""
+        _one_of("optimizer.name", self.name, ("adamw", "sgd"))
+        _one_of("optimizer.schedule", self.schedule, ("cosine", "constant"))
+        _one_of("optimizer.update", self.update, ("auto", "host", "device"))
+        _at_least("optimizer.warmup_steps", self.warmup_steps, 0)
+        for name in ("learning_rate", "final_learning_rate", "weight_decay", "momentum", "clip_norm"):
+            _at_least(f"optimizer.{name}", getattr(self, name), 0)
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"optimizer.{name} is {getattr(self, name)}; it must be in [0, 1)")
+        if not self.epsilon > 0:
+            raise ValueError(f"optimizer.epsilon is {self.epsilon}; it must be above 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationConfig:
+    """When the held-out data is evaluated."""
+
+    every_steps: int = 0
+    """Steps between evaluations. 0: only after the last step."""
+    metric: str = "loss"
+    """What "best" means: "loss" (lowest) or "accuracy" (highest)."""
+
+    def __post_init__(self) -> None:
+        """Checks names and ranges."""
+        _at_least("evaluation.every_steps", self.every_steps, 0)
+        _one_of("evaluation.metric", self.metric, ("loss", "accuracy"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """One run."""
+
+    run_id: str = "run"
+    """Name of the run: letters, digits, dot, dash, underscore."""
+    seed: int = 0
+    """Fixes sample order, initial weights, dropout and every other random draw."""
+    num_steps: int = 0
+    """Optimizer steps. 0: until the coordinator is stopped."""
+    min_workers: int = 1
+    """Workers without which the run pauses."""
+    start_workers: int = 0
+    """Workers that the run waits for before its first step. 0: min_workers."""
+    max_workers: int = 64
+    """Workers that may be members at one time."""
+    wire_type: str = "float32"
+    """Element type of gradients on the wire: "float32" (exact), "bfloat16" or "float16"."""
+    audit_every: int = 1
+    """Steps between comparisons of all workers' parameter hashes. 0: only before the first step."""
+    task: TaskConfig = field(default_factory=TaskConfig)
+    """What is trained."""
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    """How a step's samples are cut."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """How parameters are updated."""
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    """When the held-out data is evaluated."""
+
+    def __post_init__(self) -> None:
+        """Checks what concerns more than one section."""
+        if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", self.run_id):
+            raise ValueError(f"run_id {self.run_id!r} must be 1 to 64 letters, digits, dots, dashes or underscores")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed is {self.seed}; it must be in [0, 2**63)")
+        _at_least("num_steps", self.num_steps, 0)
+        _at_least("min_workers", self.min_workers, 1)
+        _at_least("audit_every", self.audit_every, 0)
+        _one_of("wire_type", self.wire_type, WIRE_DTYPES)
+        if self.start_workers and self.start_workers < self.min_workers:
+            raise ValueError(f"start_workers ({self.start_workers}) is less than min_workers ({self.min_workers})")
+        if self.max_workers < self.num_starters:
+            raise ValueError(f"max_workers ({self.max_workers}) is less than the {self.num_starters} to start with")
+        if self.task.name and not self.num_steps:
+            raise ValueError("num_steps is 0; a run with a task needs a number of steps")
+        if self.optimizer.schedule == "cosine" and 0 < self.num_steps <= self.optimizer.warmup_steps:
+            raise ValueError(
+                f"optimizer.warmup_steps ({self.optimizer.warmup_steps}) must be less than num_steps ({self.num_steps})"
+            )
+
+    @property
+    def num_starters(self) -> int:
+        """Workers that the run waits for before its first step."""
+        return self.start_workers or self.min_workers
+
+
+def _at_least(name: str, value: float, minimum: float) -> None:
+    if not value >= minimum:
+        raise ValueError(f"{name} is {value}; it must be at least {minimum}")
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")

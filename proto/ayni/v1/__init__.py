@@ -1,0 +1,1 @@
+"""Generated messages and services of version 1 of the contract."""

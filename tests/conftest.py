@@ -1,0 +1,48 @@
+"""What all rings share: marks and timeouts by folder, one printed seed, Hypothesis settings."""
+
+import os
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import settings
+
+HERE = Path(__file__).parent
+TIMEOUTS = {"unit": 20, "integration": 120, "fault": 120, "bench": 600}
+"""Longest time for one test of each ring, in seconds; a test that needs another says so with its own mark."""
+
+SEED = int(os.environ.get("AYNI_TEST_SEED", random.SystemRandom().randrange(2**32)))
+
+# Speed varies with the machine's other work, so no example fails for being slow: the ring's timeout bounds the test.
+settings.register_profile("ayni", deadline=None, print_blob=True)
+settings.load_profile("ayni")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.hypothesis_seed is None:
+        config.option.hypothesis_seed = str(SEED)
+
+
+def pytest_report_header() -> str:
+    return f"seed: AYNI_TEST_SEED={SEED}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if not item.path.is_relative_to(HERE):
+            continue
+        ring = item.path.relative_to(HERE).parts[0]
+        item.add_marker(ring)
+        if item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(TIMEOUTS[ring]))
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    random.seed(SEED)
+    np.random.seed(SEED)
+    if torch := sys.modules.get("torch"):  # The unit ring of the coordinator stays quick without it.
+        torch.manual_seed(SEED)
