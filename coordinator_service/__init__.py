@@ -1,0 +1,1 @@
+"""Coordinates one training run: membership, leases, the all-reduce, commits, artifacts and status."""

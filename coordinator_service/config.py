@@ -1,0 +1,89 @@
+"""The coordinator's own settings, and the run file.  [core]"""
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+
+from ayni.endpoints import ServerTls
+from ayni.run_config import RunConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timeouts:
+    """Every time that the coordinator waits, and their order."""
+
+    heartbeat_interval: timedelta = timedelta(seconds=1)
+    """How often a worker sends a sign of life."""
+    lease: timedelta = timedelta(seconds=10)
+    """How long a silent worker is believed alive."""
+    accept: timedelta = timedelta(seconds=15)
+    """How long a contribution may take to say what it is."""
+    step: timedelta = timedelta(minutes=30)
+    """How long a step may take before the run halts and says who was being waited for."""
+    drain: timedelta = timedelta(seconds=20)
+    """How long a refused contribution is read and discarded, so that the refusal reaches its sender."""
+    shutdown: timedelta = timedelta(seconds=20)
+    """How long the coordinator waits at the end for its workers to leave."""
+
+    def __post_init__(self) -> None:
+        """Checks the ladder."""
+        ladder = [(name, getattr(self, name)) for name in ("heartbeat_interval", "lease", "accept", "step")]
+        if any(lower >= higher for (_, lower), (_, higher) in pairwise(ladder)):
+            steps = " < ".join(f"{name} ({value.total_seconds():g} s)" for name, value in ladder)
+            raise ValueError(f"each timeout must be longer than the one before it: {steps}")
+        if min(self.heartbeat_interval, self.drain, self.shutdown) <= timedelta(0):
+            raise ValueError("heartbeat_interval, drain and shutdown must be longer than 0 s")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunFile(RunConfig):
+    """A run file: the run, its files, and how the coordinator serves it."""
+
+    artifacts: Path | None = None
+    """Folder whose files every worker gets: model, tokenizer, data. A relative path starts at the working folder."""
+    num_training_samples: int = 0
+    """Samples of the training data, for workers that bring their own loop; tasks in tree say it themselves."""
+    listen: str = "127.0.0.1:0"
+    """Address to listen on, host:port; port 0 picks one and prints it. Anything but loopback needs TLS or insecure."""
+    token_file: Path | None = None
+    """File with the join token. AYNI_TOKEN in the environment does as well. One of them is required."""
+    state_dir: Path = Path("ayni-state")
+    """Folder for the run's database and metrics, one subfolder for each run id."""
+    fresh: bool = False
+    """Throws away what an earlier run of the same id left in state_dir."""
+    tls: ServerTls = field(default_factory=ServerTls)
+    """TLS of the coordinator's server."""
+    insecure: bool = False
+    """Serves other addresses than loopback without TLS: token and gradients travel in clear."""
+    chunk_bytes: int = 1 << 20
+    """Bytes of a gradient chunk: a multiple of 64 KiB, at most 2 MiB."""
+    window_chunks: int = 8
+    """Chunks of one contribution that wait in memory before its worker is slowed down."""
+    worker_window_chunks: int = 32
+    """The same over all contributions of a worker; each contribution may always have one."""
+    max_bucket_bytes: int = 16 << 30
+    """Longest gradient of one bucket."""
+    log_format: str = "text"
+    """"text" for people or "json" for machines."""
+    log_level: str = "info"
+    """"debug", "info", "warning" or "error"."""
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    """Every time that the coordinator waits."""
+
+    def __post_init__(self) -> None:
+        """Checks sizes, names and what goes together."""
+        RunConfig.__post_init__(self)
+        if not 1 << 16 <= self.chunk_bytes <= 2 << 20 or self.chunk_bytes % (1 << 16):
+            raise ValueError(f"chunk_bytes is {self.chunk_bytes}; it must be a multiple of 65536, up to 2097152")
+        if not 1 <= self.window_chunks <= self.worker_window_chunks:
+            raise ValueError(
+                f"window_chunks ({self.window_chunks}) must be at least 1 and at most worker_window_chunks "
+                f"({self.worker_window_chunks})"
+            )
+        for name, value, allowed in (
+            ("log_format", self.log_format, ("text", "json")),
+            ("log_level", self.log_level, ("debug", "info", "warning", "error")),
+        ):
+            if value not in allowed:
+                raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")

@@ -1,0 +1,115 @@
+"""One gradient stream, from its first frame to its last.  [shell]
+
+The request reader is a task of its own and is never cancelled before the stream is drained: a server that ends a call
+while its client is still writing loses the status on the way (grpc issue 36066). The reader posts its errors to the
+exchange, so there is one way out: the writer's.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from ayni import frames
+from ayni.errors import AyniError, BadRequest, Deadline
+from ayni.rpc import Context, refuse_stream
+from coordinator_service import wire
+from coordinator_service.epochs import Seat
+from coordinator_service.rounds import Exchange
+from coordinator_service.run import Run
+
+_BEGIN_FIELD = 1
+
+
+class Contributions:
+    """Serves gradient streams for one run."""
+
+    def __init__(self, run: Run) -> None:
+        """Serves a run."""
+        self._run = run
+
+    async def serve(
+        self, context: Context, seat_of: Callable[[int, Context], Seat], begin_class: Any, response_class: Any
+    ) -> None:
+        """Serves one stream: begin, accepted, chunks both ways, complete.
+
+        Args:
+            context: the call; messages are bytes.
+            seat_of: finds the caller's seat.
+            begin_class: message of the first frame.
+            response_class: message of the frames that are no chunks.
+        """
+        try:
+            begin = await self._begin(context, begin_class)
+            seat = seat_of(begin.round.worker_id, context)
+            exchange = self._open(seat, begin)
+        except AyniError as error:
+            self._run.note_refusal(error)
+            raise
+        try:
+            await self._exchange(context, seat, exchange, response_class)
+        finally:
+            exchange.close()
+
+    async def _begin(self, context: Context, begin_class: Any) -> Any:
+        timeout = self._run.file.timeouts.accept.total_seconds()
+        try:
+            async with asyncio.timeout(timeout):
+                frame = await context.read()
+        except TimeoutError:
+            raise Deadline(
+                f"nothing came on a gradient stream within {timeout:g} s", waiting_for="begin", timeout=timeout
+            ) from None
+        field_number, content = frames.decode_frame(b"" if frame is grpc.aio.EOF else frame)
+        if field_number != _BEGIN_FIELD or isinstance(content, frames.ChunkView):
+            raise BadRequest("the first frame of a gradient stream must be `begin`", field="begin")
+        try:
+            return begin_class.FromString(bytes(content))
+        except DecodeError:
+            raise BadRequest("the `begin` frame of a gradient stream can't be read", field="begin") from None
+
+    def _open(self, seat: Seat, begin: Any) -> Exchange:
+        file, bucket = self._run.file, wire.bucket(begin)
+        spec = wire.tensor(begin.round.tensor, bucket, file.wire_type, file.max_bucket_bytes)
+        return self._run.begin(seat, wire.key(begin.round), bucket, spec, wire.stats(begin.round.microbatches))
+
+    async def _exchange(self, context: Context, seat: Seat, exchange: Exchange, response_class: Any) -> None:
+        file = self._run.file
+        response = response_class()
+        response.accepted.chunk_bytes, response.accepted.window_chunks = file.chunk_bytes, file.window_chunks
+        await context.write(response.SerializeToString())
+        reader = asyncio.create_task(self._read(context, seat, exchange))
+        delivered = False
+        try:
+            while (frame := await exchange.next_frame()) is not None:
+                await context.write(frame)
+            complete = wire.complete(exchange.totals(), exchange.num_contributors)
+            await context.write(response_class(complete=complete).SerializeToString())
+            delivered = True
+        except AyniError as error:
+            delivered = True
+            self._run.note_refusal(error)
+            await refuse_stream(context, reader, error, file.timeouts.drain, exchange.label)
+        finally:
+            reader.cancel()
+            if not delivered:
+                self._run.broke(seat, exchange.label)
+
+    async def _read(self, context: Context, seat: Seat, exchange: Exchange) -> None:
+        """Reads to the end of the stream; after an error, to discard."""
+        failed = False
+        while (frame := await context.read()) is not grpc.aio.EOF:
+            if failed or exchange.failed:
+                continue
+            try:
+                exchange.contribute(frame)
+            except AyniError as error:
+                failed = True
+                exchange.fail(error)
+                continue
+            self._run.note_held()
+            await exchange.room()
+        if not exchange.finished_sending and not exchange.failed:
+            self._run.broke(seat, exchange.label)

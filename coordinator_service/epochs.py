@@ -1,0 +1,168 @@
+"""Live membership: ticks the clock, keeps one outbox for each member, tells when somebody goes.  [shell]"""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ayni.errors import AyniError
+from coordinator_service.membership import Applicant, Epoch, Member, Membership
+from coordinator_service.rounds import Flow
+from coordinator_service.signals import Signal
+from coordinator_service.steps import compare_hashes
+from coordinator_service.values import Assignment, Shutdown, StepTimes, Waiting
+
+_log = logging.getLogger(__name__)
+
+Frame = Assignment | Waiting | Shutdown | AyniError
+
+
+@dataclass(kw_only=True, slots=True)
+class Seat:
+    """What the shell keeps of a member."""
+
+    member: Member
+    flow: Flow
+    outbox: asyncio.Queue[Frame] = field(default_factory=asyncio.Queue)
+    share: float = 0.0
+    speed: float = 0.0
+    times: StepTimes = field(default_factory=StepTimes)
+    dismissed: bool = False
+    """Whether its last frame (shutdown or error) is in the outbox."""
+
+
+class Epochs:
+    """Drives `Membership`. Call from the event loop only."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        *,
+        flow_limit: int,
+        on_gone: Callable[[Member, str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Starts without members.
+
+        Args:
+            membership: decides.
+            flow_limit: chunks that a worker may have in flight.
+            on_gone: told of each member that goes, with the reason.
+            clock: seconds on a steady clock.
+        """
+        self.core = membership
+        self.seats: dict[int, Seat] = {}
+        self.changed = Signal()
+        """Notified when members or their readiness change."""
+        self.final_hashes: dict[str, str] = {}
+        """Parameter hash that each worker gave when it left."""
+        self._initial_hashes: dict[str, str] = {}
+        self._past_bytes = [0, 0]
+        self._flow_limit = flow_limit
+        self._on_gone = on_gone
+        self._clock = clock
+
+    @property
+    def received_bytes(self) -> int:
+        """Gradient bytes that came from all workers, those that left included."""
+        return self._past_bytes[0] + sum(seat.flow.received_bytes for seat in self.seats.values())
+
+    @property
+    def sent_bytes(self) -> int:
+        """Gradient bytes that went to all workers, those that left included."""
+        return self._past_bytes[1] + sum(seat.flow.sent_bytes for seat in self.seats.values())
+
+    def join(self, applicant: Applicant) -> Member:
+        """Admits a worker; see `Membership.admit`."""
+        known = set(self.core.members)
+        member = self.core.admit(self._clock(), applicant)
+        if member.worker_id not in known:
+            self.seats[member.worker_id] = Seat(member=member, flow=Flow(self._flow_limit))
+            _log.info(
+                "worker %s joined as %d from %s (%s)",
+                member.name,
+                member.worker_id,
+                applicant.peer,
+                ", ".join((applicant.backend, *applicant.device_names)),
+            )
+            self.changed.notify()
+        return member
+
+    def seat(self, worker_id: int, session: str) -> Seat:
+        """Returns a live member's seat and notes the sign of life; see `Membership.member`."""
+        member = self.core.member(worker_id, session)
+        self.core.renew(self._clock(), member.worker_id)
+        return self.seats[worker_id]
+
+    def renew(self, worker_id: int, activity: str) -> None:
+        """Notes a heartbeat."""
+        self.core.renew(self._clock(), worker_id, activity)
+
+    def ready(self, seat: Seat, parameters_sha256: str) -> None:
+        """Makes a member ready to compute.
+
+        Raises:
+            Diverged: its parameters are not those of the members that are ready already.
+        """
+        name = seat.member.name
+        compare_hashes("before the first step", self._initial_hashes | {name: parameters_sha256})
+        self._initial_hashes[name] = parameters_sha256
+        seat.member.ready = True
+        self.changed.notify()
+
+    def forget_initial_hashes(self) -> None:
+        """Parameters are about to change; what they were at the start says nothing about later members."""
+        self._initial_hashes.clear()
+
+    def leave(self, worker_id: int, reason: str, parameters_sha256: str = "") -> None:
+        """Ends a membership; nothing happens when it has ended."""
+        member = self.core.remove(worker_id)
+        if member is None:
+            return
+        seat = self.seats.pop(worker_id)
+        self._past_bytes[0] += seat.flow.received_bytes
+        self._past_bytes[1] += seat.flow.sent_bytes
+        self._initial_hashes.pop(member.name, None)
+        if parameters_sha256:
+            self.final_hashes[member.name] = parameters_sha256
+        log = _log.info if seat.dismissed else _log.warning
+        log("worker %s left: %s", member.name, reason)
+        seat.outbox.put_nowait(Shutdown(reason=reason, finished=False, committed_steps=0))
+        self._on_gone(member, reason)
+        self.changed.notify()
+
+    def form_epoch(self) -> tuple[Epoch | None, str]:
+        """See `Membership.form_epoch`."""
+        return self.core.form_epoch()
+
+    def broadcast(self, frame: Frame) -> None:
+        """Puts a frame in every ready member's outbox."""
+        for seat in self.seats.values():
+            if seat.member.ready and not seat.dismissed:
+                seat.outbox.put_nowait(frame)
+
+    def dismiss(self, frame: Shutdown | AyniError) -> None:
+        """Puts the last frame in every outbox."""
+        for seat in self.seats.values():
+            if not seat.dismissed:
+                seat.dismissed = True
+                seat.outbox.put_nowait(frame)
+
+    async def watch_leases(self, interval: float) -> None:
+        """Ends leases that run out, for ever."""
+        while True:
+            await asyncio.sleep(interval)
+            for member in self.core.expired(self._clock()):
+                silence = self._clock() - member.last_seen
+                self.leave(member.worker_id, f"its lease ended: nothing was heard of it for {silence:.1f} s")
+
+    def silence(self, member: Member) -> float:
+        """Returns the seconds since a member's last sign of life."""
+        return self._clock() - member.last_seen
+
+
+def new_session() -> str:
+    """Returns a secret for one membership."""
+    return secrets.token_hex(16)

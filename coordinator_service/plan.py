@@ -1,0 +1,124 @@
+"""What a step consists of, and what its commit says.  [core]"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from coordinator_service import schedule
+from coordinator_service.config import RunFile
+from coordinator_service.shards import plan_shards
+from coordinator_service.steps import Step, Totals
+from coordinator_service.store_records import CommitRecord
+from coordinator_service.values import Committed
+
+_SMOOTHING = 0.3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """How a step's samples are cut.
+
+    Attributes:
+        position: first sample position of the step.
+        num_samples: samples of the step.
+        shards: micro-batches [start, stop) of each rank.
+    """
+
+    kind: str
+    step: int
+    position: int
+    num_samples: int
+    num_microbatches: int
+    shards: tuple[tuple[int, int], ...]
+
+
+def lay_out(file: RunFile, kind: str, step: int, evaluation_samples: int, speeds: Sequence[float]) -> Layout:
+    """Returns the layout of a step for workers of the given speeds, by rank.
+
+    A training step takes the next `batch.samples` positions; an evaluation takes all held-out samples. With
+    `batch.microbatches` 0 a training step has one micro-batch for each worker.
+    """
+    if kind == "evaluate":
+        position, num_samples = 0, evaluation_samples
+        num_microbatches = -(-evaluation_samples // file.batch.evaluation_samples)
+    else:
+        position, num_samples = step * file.batch.samples, file.batch.samples
+        num_microbatches = file.batch.microbatches or len(speeds)
+    one_each = kind == "train" and not file.batch.microbatches
+    return Layout(
+        kind=kind,
+        step=step,
+        position=position,
+        num_samples=num_samples,
+        num_microbatches=num_microbatches,
+        shards=tuple(plan_shards(num_microbatches, [1.0] * len(speeds) if one_each else speeds)),
+    )
+
+
+def evaluates_after(file: RunFile, committed_steps: int) -> bool:
+    """Returns whether the held-out data is evaluated after this many steps: every so often, and at the end."""
+    every = file.evaluation.every_steps
+    return committed_steps == file.num_steps or (every > 0 and committed_steps % every == 0)
+
+
+def smoothed(speed: float, num_samples: int, seconds: float) -> float:
+    """Returns a worker's samples per second after one more step; unchanged when it computed nothing."""
+    if not num_samples or seconds <= 0:
+        return speed
+    measured = num_samples / seconds
+    return measured if speed == 0 else (1 - _SMOOTHING) * speed + _SMOOTHING * measured
+
+
+def is_better(file: RunFile, totals: Totals, best: float | None) -> tuple[bool, float]:
+    """Returns whether an evaluation is the best so far, and its score (higher is better)."""
+    accuracy = totals.num_correct / totals.num_predictions if totals.num_predictions else 0.0
+    score = accuracy if file.evaluation.metric == "accuracy" else -(totals.global_loss or 0.0)
+    return best is None or score > best, score
+
+
+def committed(file: RunFile, step: Step, totals: Totals, best: float | None) -> Committed:
+    """Returns what the commit of a step says."""
+    norm = step.gradient_norm()
+    return Committed(
+        step=step.step,
+        attempt=step.attempt,
+        total_weight=totals.total_weight,
+        global_loss=totals.global_loss or 0.0,
+        gradient_norm=norm,
+        num_correct=totals.num_correct,
+        num_predictions=totals.num_predictions,
+        learning_rate=schedule.learning_rate(file.optimizer, step.step, file.num_steps),
+        clip_factor=schedule.clip_factor(file.optimizer, norm),
+        best=step.kind == "evaluate" and is_better(file, totals, best)[0],
+    )
+
+
+def record(step: Step, layout: Layout, told: Committed, unix_time: float) -> CommitRecord:
+    """Returns what is kept of the commit."""
+    return CommitRecord(
+        kind=step.kind,
+        step=told.step,
+        attempt=told.attempt,
+        epoch=step.epoch,
+        position=layout.position,
+        num_samples=layout.num_samples,
+        total_weight=told.total_weight,
+        loss=told.global_loss,
+        gradient_norm=told.gradient_norm,
+        learning_rate=told.learning_rate,
+        num_correct=told.num_correct,
+        num_predictions=told.num_predictions,
+        parameters_sha256=next((h for h in step.hashes.values() if h), ""),
+        shards=tuple((lease.worker_name, lease.start, lease.stop) for lease in step.leases.values()),
+        unix_time=unix_time,
+    )
+
+
+def sentence(step: Step, told: Committed, seconds: float) -> str:
+    """Returns the commit as a sentence for the log."""
+    parts = [f"{step.label} committed: loss {told.global_loss:.4f}"]
+    if told.num_predictions:
+        parts.append(f"accuracy {told.num_correct / told.num_predictions:.4f}")
+    if step.kind == "train":
+        parts.append(f"gradient norm {told.gradient_norm:.4g}")
+    parts.append(f"weight {told.total_weight}, {len(step.leases)} workers, {seconds:.2f} s")
+    return ", ".join(parts)

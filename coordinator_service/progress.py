@@ -1,0 +1,74 @@
+"""Where the run stands, for status and for decisions that look back.  [shell]"""
+
+import time
+
+from coordinator_service.values import Committed, Waiting
+
+
+class Progress:
+    """State, last values and rates of the run."""
+
+    def __init__(self) -> None:
+        """Starts waiting for workers."""
+        self.state = "waiting"
+        """"waiting", "running", "finished" or "halted"."""
+        self.detail = ""
+        """Why the run was halted."""
+        self.waiting: Waiting | None = None
+        self.committed_steps = 0
+        self.step = 0
+        self.attempt = 0
+        self.kind = "train"
+        self.loss: float | None = None
+        self.evaluation_loss: float | None = None
+        self.evaluation_accuracy: float | None = None
+        self.best: float | None = None
+        self.samples_per_second = 0.0
+        self.step_seconds = 0.0
+        self.peak_reducer_bytes = 0
+        self.started = time.monotonic()
+        self._opened = self.started
+
+    @property
+    def ended(self) -> bool:
+        """Whether no step will follow."""
+        return self.state in ("finished", "halted")
+
+    def wait(self, waiting: Waiting) -> bool:
+        """Notes a wait; returns whether its reason is a new one."""
+        changed = self.waiting != waiting
+        self.state, self.waiting = "waiting", waiting
+        return changed
+
+    def go(self) -> None:
+        """Notes that there are enough workers."""
+        self.state, self.waiting = "running", None
+
+    def open(self, step: int, attempt: int, kind: str) -> None:
+        """Notes a new attempt."""
+        self.step, self.attempt, self.kind = step, attempt, kind
+        self._opened = time.monotonic()
+
+    def commit(self, kind: str, told: Committed, num_samples: int, score: float | None) -> None:
+        """Notes a commit."""
+        self.step_seconds = time.monotonic() - self._opened
+        if kind == "train":
+            self.committed_steps = told.step + 1
+            self.loss = told.global_loss
+            rate = num_samples / max(self.step_seconds, 1e-9)
+            self.samples_per_second = (
+                rate if not self.samples_per_second else 0.7 * self.samples_per_second + 0.3 * rate
+            )
+            return
+        self.evaluation_loss = told.global_loss
+        self.evaluation_accuracy = told.num_correct / told.num_predictions if told.num_predictions else None
+        if told.best:
+            self.best = score
+
+    def finish(self) -> None:
+        """Notes that the last step is committed."""
+        self.state = "finished"
+
+    def halt(self, detail: str) -> None:
+        """Notes that the run stops."""
+        self.state, self.detail = "halted", detail

@@ -1,0 +1,290 @@
+"""One bucket of one attempt of a step: chunks in, chunks of the weighted mean out.  [core]
+
+Legend: N elements in the bucket, C elements in a chunk, M micro-batches in the step.
+
+Theory of operation. A round is *open* until every expected worker has begun and every micro-batch is declared, then it
+*reduces*, and it is *complete* when all N elements of the mean were emitted. Each worker contributes, for each of its
+parts (nodes of the canonical tree, see `ayni.tree`), chunks in offset order. For each chunk position, the two halves of
+a tree node are added as soon as both are there, in float32, left plus right. When the root is there, it is divided once
+by the total weight. The tree fixes every addition, so the bytes of the mean are a function of the micro-batches'
+gradients alone: not of who computed them, how many workers there were, when frames came or how long chunks are.
+
+A part of weight 0 is absent (see `ayni.tree`) and sends nothing. With a total weight of 0 nothing is emitted.
+
+What is held is only what can't be added yet; `backlog` tells the shell when to stop reading from a fast worker.
+
+Knows no worker beyond a number and a name, no wire and no clock. Ugly: emission may happen in `begin` too, when the
+last expected worker begins after the last byte came.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ayni.errors import BadChunk, Duplicate, NonFinite, SpecMismatch
+from ayni.tensors import Floats, TensorSpec, first_non_finite
+from ayni.tree import Node, children, cover, parent, root
+
+_SEGMENT = 8192
+"""Elements whose squares are summed at once: few enough that BLAS does not split the sum among threads."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reduced:
+    """A finished chunk of the mean.
+
+    Attributes:
+        offset: first element.
+        values_C: shape [C], float32.
+    """
+
+    offset: int
+    values_C: Floats  # noqa: N815
+
+
+@dataclass(kw_only=True, slots=True)
+class _Contribution:
+    name: str
+    parts: list[Node]
+    next_offsets: list[int]
+
+
+@dataclass(kw_only=True, slots=True)
+class _Pending:
+    """What is held for one chunk position."""
+
+    sums: dict[Node, Floats] = field(default_factory=dict)
+
+
+class Round:
+    """Reduces one bucket. Call from one task at a time; every method is plain computation."""
+
+    def __init__(
+        self, *, label: str, spec: TensorSpec, num_microbatches: int, chunk_elements: int, expected: Iterable[int]
+    ) -> None:
+        """Opens the round.
+
+        Args:
+            label: names step and bucket in errors, such as "step 3, block 2".
+            spec: tensor of the first contribution; all others must be equal.
+            num_microbatches: M.
+            chunk_elements: length of every chunk but a part's last.
+            expected: workers that must begin before anything is emitted.
+        """
+        self.label = label
+        self.spec = spec
+        self.held_bytes = 0
+        """Bytes that wait to be added."""
+        self._root = root(num_microbatches)
+        self._chunk_elements = chunk_elements
+        self._expected = set(expected)
+        self._weights: dict[int, int] = {}
+        self._contributions: dict[int, _Contribution] = {}
+        self._pending: dict[int, _Pending] = {}
+        self._emitted = 0
+        self._square_sums: list[float] = []
+
+    @property
+    def open_for(self) -> list[int]:
+        """Expected workers that have not begun."""
+        return sorted(self._expected - self._contributions.keys())
+
+    @property
+    def total_weight(self) -> int:
+        """Sum of the weights that were declared."""
+        return sum(self._weights.values())
+
+    @property
+    def complete(self) -> bool:
+        """Whether the whole mean was emitted, or there is nothing to emit."""
+        return self._declared and (self.total_weight == 0 or self._emitted == self.spec.num_elements)
+
+    @property
+    def num_contributors(self) -> int:
+        """Workers that have begun with at least one micro-batch."""
+        return sum(bool(contribution.parts) for contribution in self._contributions.values())
+
+    @property
+    def square_sum(self) -> float:
+        """Sum of the squares of the emitted mean, exactly rounded from float64 sums over fixed segments."""
+        return math.fsum(self._square_sums)
+
+    @property
+    def _declared(self) -> bool:
+        return len(self._weights) == self._root.stop and not self.open_for
+
+    def begin(self, worker: int, name: str, spec: TensorSpec, weights: dict[int, int]) -> list[Reduced]:
+        """Declares one worker's micro-batches.
+
+        Args:
+            worker: contributor; begins once.
+            name: names it in errors.
+            spec: what each of its parts looks like.
+            weights: weight of each of its micro-batches, a contiguous run; empty for none.
+
+        Returns:
+            What became complete: only when this was the last declaration.
+
+        Raises:
+            SpecMismatch: another tensor than the round's.
+            Duplicate: the worker has begun, or a micro-batch is declared by another.
+        """
+        self._check_spec(name, spec)
+        if worker in self._contributions or self._weights.keys() & weights.keys():
+            raise Duplicate(
+                f"{self.label}: worker {name} contributes micro-batches {_span(weights)} a second time",
+                bucket=self.label,
+                contributed=_span(weights),
+            )
+        parts = cover(min(weights), max(weights) + 1, self._root.stop) if weights else []
+        self._contributions[worker] = _Contribution(name=name, parts=parts, next_offsets=[0] * len(parts))
+        self._weights.update(weights)
+        if not (self._declared or any(self._absent(part) for part in parts)):
+            return []
+        return self._settle()
+
+    def contribute(self, worker: int, part: int, offset: int, values_C: Floats) -> list[Reduced]:
+        """Adds one chunk of one part and returns what became complete.
+
+        Args:
+            worker: a worker that has begun.
+            part: index into the worker's parts.
+            offset: first element, equal to the elements this part has contributed so far.
+            values_C: shape [C], float32. Kept, not copied; the caller must not change it afterwards. Added in place
+                when it is writable.
+
+        Returns:
+            Zero or one Reduced. Bit-identical for every order of arrival.
+
+        Raises:
+            BadChunk: wrong part, offset or length. Nothing was added.
+            NonFinite: a NaN or an infinity. Nothing was added.
+        """
+        contribution = self._contributions[worker]
+        self._check_chunk(contribution, part, offset, values_C)
+        contribution.next_offsets[part] += values_C.size
+        result = self._add(offset, contribution.parts[part], values_C)
+        return [] if result is None else [result]
+
+    def backlog(self, worker: int) -> int:
+        """Returns how many chunk positions this worker is ahead of the emitted mean."""
+        contribution = self._contributions[worker]
+        ahead = max(contribution.next_offsets, default=0) - self._emitted
+        return max(0, -(-ahead // self._chunk_elements))
+
+    def finished_sending(self, worker: int) -> bool:
+        """Returns whether every part of weight above 0 has come whole."""
+        contribution = self._contributions[worker]
+        sent = zip(contribution.parts, contribution.next_offsets, strict=True)
+        return all(offset == self.spec.num_elements or self._absent(node) for node, offset in sent)
+
+    def _check_spec(self, name: str, spec: TensorSpec) -> None:
+        for attribute in ("dtype", "num_elements", "component_sizes"):
+            expected, received = getattr(self.spec, attribute), getattr(spec, attribute)
+            if expected != received:
+                raise SpecMismatch(
+                    f"{self.label}: worker {name} contributes {attribute} {received}, the round has {expected}; "
+                    "do all workers train the same model?",
+                    field=attribute,
+                    expected=expected,
+                    received=received,
+                    bucket=self.label,
+                )
+
+    def _check_chunk(self, contribution: _Contribution, part: int, offset: int, values_C: Floats) -> None:
+        if not part < len(contribution.parts) or self._absent(contribution.parts[part]):
+            raise self._bad_chunk(contribution, "part", f"one with weight, of {len(contribution.parts)}", part)
+        if offset != contribution.next_offsets[part]:
+            raise self._bad_chunk(contribution, "offset", contribution.next_offsets[part], offset)
+        length = min(self._chunk_elements, self.spec.num_elements - offset)
+        if values_C.size != length or length == 0:
+            raise self._bad_chunk(contribution, "length", length, values_C.size)
+        bad = first_non_finite(values_C)
+        if bad is not None:
+            raise NonFinite(
+                f"{self.label}: worker {contribution.name} contributes {values_C[bad]} at element {offset + bad}",
+                worker=contribution.name,
+                bucket=self.label,
+                element=offset + bad,
+                value=values_C[bad],
+            )
+
+    def _bad_chunk(self, contribution: _Contribution, name: str, expected: object, received: object) -> BadChunk:
+        return BadChunk(
+            f"{self.label}: worker {contribution.name} sends a chunk with {name} {received}; expected {expected}",
+            field=name,
+            expected=expected,
+            received=received,
+            bucket=self.label,
+        )
+
+    def _absent(self, node: Node) -> bool:
+        return not any(self._weights.get(m, 1) for m in range(node.start, node.stop))
+
+    def _settle(self) -> list[Reduced]:
+        """Tries every held sum again, since more is known about who sends nothing."""
+        emitted = []
+        for offset in sorted(self._pending):
+            for node, values in list(self._pending[offset].sums.items()):
+                if offset in self._pending and self._take(offset, node) is not None:
+                    emitted.append(self._add(offset, node, values))
+        return [reduced for reduced in emitted if reduced is not None]
+
+    def _take(self, offset: int, node: Node) -> Floats | None:
+        pending = self._pending.get(offset)
+        values = pending.sums.pop(node, None) if pending else None
+        if values is not None:
+            self.held_bytes -= values.nbytes
+        return values
+
+    def _add(self, offset: int, node: Node, values: Floats) -> Reduced | None:
+        """Climbs the tree from `node` as far as sums are there; emits at the root."""
+        while node != self._root:
+            above = parent(node, self._root.stop)
+            left, right = children(above) or (node, node)
+            other = self._take(offset, right if node == left else left)
+            if other is not None:
+                values = _sum(values, other) if node == left else _sum(other, values)
+            elif not self._absent(right if node == left else left):
+                break
+            node = above
+        if node == self._root and self._declared:
+            return self._emit(offset, values)
+        self._pending.setdefault(offset, _Pending()).sums[node] = values
+        self.held_bytes += values.nbytes
+        return None
+
+    def _emit(self, offset: int, total_C: Floats) -> Reduced:
+        self._pending.pop(offset, None)
+        mean_C = _divide(total_C, self.total_weight)
+        self._square_sums.extend(_segment_squares(mean_C))
+        self._emitted += mean_C.size
+        return Reduced(offset=offset, values_C=mean_C)
+
+
+def _sum(left_C: Floats, right_C: Floats) -> Floats:
+    """Returns left + right, in place where one of them may be written. Addition of two floats commutes."""
+    out = left_C if left_C.flags.writeable else right_C if right_C.flags.writeable else None
+    return np.add(left_C, right_C, out=out)
+
+
+def _divide(total_C: Floats, weight: int) -> Floats:
+    """Returns total / weight, rounded once. A weight of 2**24 or more is no float32; then the quotient is float64."""
+    if weight >= 1 << 24:
+        return (total_C / np.float64(weight)).astype(np.float32)
+    out = total_C if total_C.flags.writeable else None
+    return np.divide(total_C, np.float32(weight), out=out)
+
+
+def _segment_squares(mean_C: Floats) -> list[float]:
+    wide = mean_C.astype(np.float64)
+    segments: Sequence[np.ndarray[tuple[int], np.dtype[np.float64]]] = [
+        wide[i : i + _SEGMENT] for i in range(0, wide.size, _SEGMENT)
+    ]
+    return [float(np.dot(segment, segment)) for segment in segments]
+
+
+def _span(weights: dict[int, int]) -> str:
+    return f"[{min(weights)}, {max(weights) + 1})" if weights else "(none)"

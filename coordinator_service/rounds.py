@@ -1,0 +1,186 @@
+"""Live reductions: one outbox for each contribution, and when to stop reading from a fast worker.  [shell]
+
+Each chunk of the mean is joined into one frame (one copy) that all outboxes share. A contribution is read no further
+while its worker is `window` chunks ahead of the mean, does not fetch the mean, or fills its budget over all of its
+contributions. One chunk of each contribution is always admitted: the next chunk that everybody needs can never be
+stuck behind a budget, so the budget can't deadlock. Memory is bounded by workers x (budget + open contributions).
+"""
+
+from collections import deque
+from collections.abc import Iterable
+
+from ayni import frames, tensors
+from ayni.errors import AyniError, BadChunk
+from coordinator_service.reduction import Reduced, Round
+from coordinator_service.signals import Signal
+from coordinator_service.steps import Step, Totals
+
+
+class Flow:
+    """What one worker has in flight over all of its contributions, and its byte counts."""
+
+    def __init__(self, limit: int) -> None:
+        """Starts empty; `limit` is in chunks."""
+        self.limit = limit
+        self.changed = Signal()
+        self.exchanges: set[Exchange] = set()
+        self.received_bytes = 0
+        self.sent_bytes = 0
+
+    @property
+    def full(self) -> bool:
+        """Whether the budget is used up."""
+        return sum(exchange.backlog for exchange in self.exchanges) >= self.limit
+
+
+class LiveRound:
+    """A round and everybody who contributes to it."""
+
+    def __init__(self, round_: Round, step: Step, on_change: Signal) -> None:
+        """Wraps a round of a step; `on_change` is notified when a chunk was emitted."""
+        self.round = round_
+        self.step = step
+        self.exchanges: list[Exchange] = []
+        self._on_change = on_change
+
+    def publish(self, reduced: Iterable[Reduced]) -> None:
+        """Puts finished chunks in every outbox."""
+        for chunk in reduced:
+            frame = self._frame(chunk)
+            for exchange in self.exchanges:
+                exchange.push(frame)
+        for exchange in self.exchanges:
+            exchange.flow.changed.notify()
+        self._on_change.notify()
+
+    def fail(self, error: AyniError) -> None:
+        """Ends every contribution with an error."""
+        for exchange in self.exchanges:
+            exchange.fail(error)
+
+    def _frame(self, chunk: Reduced) -> bytes:
+        dtype = self.round.spec.dtype
+        payload = tensors.encode(chunk.values_C, dtype)
+        return frames.encode_chunk(frames.CHUNK_FIELD, chunk.offset * tensors.itemsize(dtype), 0, payload)
+
+
+class Exchange:
+    """One worker's contribution to one round."""
+
+    def __init__(self, live: LiveRound, worker_id: int, flow: Flow, window: int) -> None:
+        """Registers with the round and the worker's budget; `window` is in chunks."""
+        self.flow = flow
+        self._live = live
+        self._worker_id = worker_id
+        self._window = window
+        self._outbox: deque[bytes] = deque()
+        self._error: AyniError | None = None
+        live.exchanges.append(self)
+        flow.exchanges.add(self)
+
+    @property
+    def backlog(self) -> int:
+        """Chunk positions ahead of the mean."""
+        return self._live.round.backlog(self._worker_id)
+
+    @property
+    def label(self) -> str:
+        """Names step and bucket, for people."""
+        return self._live.round.label
+
+    @property
+    def failed(self) -> bool:
+        """Whether the contribution was refused or given up."""
+        return self._error is not None
+
+    @property
+    def num_contributors(self) -> int:
+        """Workers that contributed to the round."""
+        return self._live.round.num_contributors
+
+    def totals(self) -> Totals:
+        """Returns the sums over the step's micro-batches."""
+        return self._live.step.totals()
+
+    @property
+    def finished_sending(self) -> bool:
+        """Whether all bytes of the contribution came."""
+        return self._live.round.finished_sending(self._worker_id)
+
+    def contribute(self, frame: bytes) -> None:
+        """Adds the chunk in a frame (no copy of a float32 payload).
+
+        Raises:
+            BadChunk, NonFinite, BadRequest: the frame is refused; nothing of it was added.
+        """
+        field_number, chunk = frames.decode_frame(frame)
+        if not isinstance(chunk, frames.ChunkView):
+            raise BadChunk(
+                f"{self._live.round.label}: a frame with field {field_number} came where a chunk was expected",
+                field="frame",
+                expected="chunk",
+                received=field_number,
+                bucket=self._live.round.label,
+            )
+        self.flow.received_bytes += len(frame)
+        dtype = self._live.round.spec.dtype
+        values = tensors.decode(chunk.data, dtype)
+        offset = self._elements(chunk.offset_bytes, tensors.itemsize(dtype))
+        self._live.publish(self._live.round.contribute(self._worker_id, chunk.part, offset, values))
+
+    async def room(self) -> None:
+        """Waits until the next chunk may be read. Ends at once when the contribution failed."""
+        while not self._error and not self._has_room():
+            await self.flow.changed.wait()
+
+    async def next_frame(self) -> bytes | None:
+        """Waits for the next frame of the mean; None after the last.
+
+        Raises:
+            AyniError: the contribution was refused or given up.
+        """
+        while not self._outbox:
+            if self._error:
+                raise self._error
+            if self._live.round.complete:
+                return None
+            await self.flow.changed.wait()
+        frame = self._outbox.popleft()
+        self.flow.sent_bytes += len(frame)
+        self.flow.changed.notify()
+        return frame
+
+    def push(self, frame: bytes) -> None:
+        """Puts a frame in the outbox."""
+        if not self._error:
+            self._outbox.append(frame)
+
+    def fail(self, error: AyniError) -> None:
+        """Ends the contribution; what is in the outbox is dropped. The first error counts."""
+        self._error = self._error or error
+        self._outbox.clear()
+        self.flow.changed.notify()
+
+    def close(self) -> None:
+        """Leaves the worker's budget."""
+        self.flow.exchanges.discard(self)
+        if self in self._live.exchanges:
+            self._live.exchanges.remove(self)
+        self.flow.changed.notify()
+
+    def _has_room(self) -> bool:
+        ahead = self.backlog
+        if ahead == 0:
+            return len(self._outbox) < self._window
+        return ahead < self._window and len(self._outbox) < self._window and not self.flow.full
+
+    def _elements(self, offset_bytes: int, size: int) -> int:
+        if offset_bytes % size:
+            raise BadChunk(
+                f"{self._live.round.label}: a chunk begins inside an element, at byte {offset_bytes}",
+                field="offset",
+                expected=f"a multiple of {size}",
+                received=offset_bytes,
+                bucket=self._live.round.label,
+            )
+        return offset_bytes // size

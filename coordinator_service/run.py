@@ -1,0 +1,231 @@
+"""The run: its members, the step in progress, and what workers' calls lead to.  [shell]
+
+`driver.Driver` makes the steps. One event loop owns everything here.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ayni.buckets import Bucket
+from ayni.errors import (
+    AyniError,
+    BadChunk,
+    Halted,
+    NonFinite,
+    RunEnded,
+    RunStarted,
+    SpecMismatch,
+    StaleStep,
+    StepVoided,
+    WeightMismatch,
+)
+from ayni.tensors import TensorSpec
+from coordinator_service import plan
+from coordinator_service.config import RunFile
+from coordinator_service.epochs import Epochs, Seat
+from coordinator_service.live import LiveStep
+from coordinator_service.membership import Applicant, Epoch, Member, Membership
+from coordinator_service.progress import Progress
+from coordinator_service.rounds import Exchange
+from coordinator_service.signals import Signal
+from coordinator_service.steps import Key, Moment, Stats
+from coordinator_service.values import Committed, Shutdown, StepTimes
+
+_log = logging.getLogger(__name__)
+
+_FATAL = (NonFinite, SpecMismatch, BadChunk, WeightMismatch)
+"""Refusals of a contribution's content: the policy is to halt the run and name the worker."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """What a worker says when it has done its lease."""
+
+    kind: str
+    num_buckets: int
+    stats: Sequence[Stats]
+    parameters_sha256: str
+    times: StepTimes
+
+
+class Run:
+    """Owns the members, the step in progress and the store."""
+
+    def __init__(self, file: RunFile) -> None:
+        """Starts waiting for workers; `Driver` does the rest."""
+        self.file = file
+        self.progress = Progress()
+        self.changed = Signal()
+        """Notified when anything that status shows may have changed."""
+        self.epochs = Epochs(
+            Membership(
+                min_workers=file.min_workers,
+                start_workers=file.num_starters,
+                max_workers=file.max_workers,
+                lease=file.timeouts.lease.total_seconds(),
+            ),
+            flow_limit=file.worker_window_chunks,
+            on_gone=self._gone,
+        )
+        self.live: LiveStep | None = None
+        self.last_commit: tuple[Moment, str, Committed] | None = None
+        self._next_lease = 0
+        self._update = file.optimizer.update
+
+    def join(self, applicant: Applicant) -> Member:
+        """Admits a worker.
+
+        Raises:
+            RunEnded, RunStarted: it is too late.
+            AyniError: see `Membership.admit`.
+        """
+        if self.progress.ended:
+            raise RunEnded(
+                f"run {self.file.run_id} is {self.progress.state}: {self.progress.detail}",
+                state=self.progress.state,
+                detail=self.progress.detail,
+            )
+        committed = self.progress.committed_steps
+        if committed and self.file.task.name:
+            raise RunStarted(
+                f"run {self.file.run_id} has committed {committed} steps and this version can't hand its state to a "
+                "newcomer; start the worker before the first step",
+                committed_step=committed - 1,
+            )
+        return self.epochs.join(applicant)
+
+    def ready(self, seat: Seat, parameters_sha256: str) -> None:
+        """Makes a member ready; see `Epochs.ready`."""
+        self._refuse_if_halted()
+        self.epochs.ready(seat, parameters_sha256)
+        if self.progress.waiting:
+            seat.outbox.put_nowait(self.progress.waiting)
+
+    def begin(self, seat: Seat, key: Key, bucket: Bucket, spec: TensorSpec, stats: Sequence[Stats]) -> Exchange:
+        """Opens a contribution.
+
+        Raises:
+            AyniError: it is refused; see `Step.lease` and `Step.begin`.
+        """
+        live = self._open_step(key)
+        lease = live.core.lease(seat.member.worker_id, key)
+        return live.begin(lease, seat.flow, bucket, spec, stats, self.file.window_chunks)
+
+    async def commit(self, seat: Seat, key: Key, report: Report) -> Committed:
+        """Notes that a worker is done and waits for the step's commit; a committed step is answered again.
+
+        Raises:
+            StepVoided: the attempt was given up.
+            AyniError: it is refused.
+        """
+        if self.last_commit and self.last_commit[:2] == (key.moment, report.kind):
+            return self.last_commit[2]
+        live = self._open_step(key)
+        lease = live.core.lease(seat.member.worker_id, key)
+        live.core.commit(lease, report.num_buckets, report.stats, report.parameters_sha256)
+        seat.times = report.times
+        seat.speed = plan.smoothed(seat.speed, live.samples_of(lease), report.times.compute)
+        seat.member.activity = "waiting"
+        self.changed.notify()
+        if live.core.done:
+            live.all_committed.set()
+        return await asyncio.shield(live.ended)
+
+    def broke(self, seat: Seat, label: str) -> None:
+        """A contribution's stream ended before its last byte, or before its mean was sent."""
+        if self.live and not self.live.ended.done():
+            self.live.void(f"the stream of worker {seat.member.name} for {label} broke")
+
+    def note_refusal(self, error: AyniError) -> None:
+        """A contribution was refused. If its content is wrong, its step can't be completed and the run stops."""
+        if isinstance(error, _FATAL):
+            self.halt(error)
+
+    def note_held(self) -> None:
+        """Keeps the most bytes that the reducer has held."""
+        if self.live:
+            self.progress.peak_reducer_bytes = max(self.progress.peak_reducer_bytes, self.live.core.held_bytes)
+
+    @property
+    def update_mode(self) -> str:
+        """Where the optimizer runs; empty while that is not decided."""
+        return "" if self._update == "auto" else self._update
+
+    def decide_update(self, epoch: Epoch) -> str:
+        """Returns where the optimizer runs; "auto" is decided once, by the first epoch's kinds of device."""
+        if self._update == "auto":
+            kinds = {self.epochs.seats[worker].member.applicant.backend for worker in epoch.workers}
+            self._update = "host" if len(kinds) > 1 else "device"
+            _log.info("optimizer update runs on the %s (backends: %s)", self._update, ", ".join(sorted(kinds)))
+        return self._update
+
+    def take_lease_id(self) -> int:
+        """Returns a lease id that was never used before."""
+        self._next_lease += 1
+        return self._next_lease
+
+    async def next_change(self, seconds: float) -> None:
+        """Waits until status may show something new, at most for `seconds`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self.changed.wait()
+
+    def halt(self, error: AyniError) -> None:
+        """Stops the run and tells everybody why."""
+        if self.progress.ended:
+            return
+        halted = Halted(f"the run was halted: {error.message}", detail=error.message, **_without_detail(error))
+        _log.error("%s", halted.message)
+        self.progress.halt(error.message)
+        if self.live:
+            self.live.fail(halted)
+        self.epochs.dismiss(halted)
+        self.epochs.changed.notify()
+        self.changed.notify()
+
+    def stop(self, reason: str) -> None:
+        """Ends the run early at an operator's wish."""
+        if not self.progress.ended:
+            self.progress.halt(reason)
+            if self.live:
+                self.live.fail(StepVoided(f"{self.live.core.label} was given up: {reason}", detail=reason))
+            self.goodbye(reason, finished=False)
+            self.epochs.changed.notify()
+
+    def final_hashes(self) -> dict[str, str]:
+        """Returns the parameter hash that each worker gave when it left."""
+        return dict(self.epochs.final_hashes)
+
+    def _open_step(self, key: Key) -> LiveStep:
+        self._refuse_if_halted()
+        if self.live is None:
+            raise StaleStep(
+                f"no step is open; step {key.moment.step} attempt {key.moment.attempt} is over",
+                step=key.moment.step,
+                attempt=key.moment.attempt,
+                current_step=self.progress.committed_steps,
+                current_attempt=0,
+            )
+        return self.live
+
+    def _refuse_if_halted(self) -> None:
+        if self.progress.state == "halted":
+            raise Halted(f"the run was halted: {self.progress.detail}", detail=self.progress.detail)
+
+    def _gone(self, member: Member, reason: str) -> None:
+        if self.live and self.live.needs(member.worker_id):
+            self.live.void(f"worker {member.name} left: {reason}")
+        self.changed.notify()
+
+    def goodbye(self, reason: str, *, finished: bool) -> None:
+        """Tells every member that the run is over."""
+        steps = self.progress.committed_steps
+        self.epochs.dismiss(Shutdown(reason=reason, finished=finished, committed_steps=steps))
+        self.changed.notify()
+
+
+def _without_detail(error: AyniError) -> dict[str, str]:
+    return {key: value for key, value in error.metadata.items() if key != "detail"}

@@ -1,0 +1,173 @@
+"""CoordinatorServicer: decode, one call, encode.  [shell]"""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc
+
+from ayni import PROTOCOL_VERSION
+from ayni.errors import AyniError, BadRequest, Incompatible, UnknownWorker
+from ayni.rpc import Context, peer_of
+from ayni.v1 import coordinator_pb2 as pb
+from coordinator_service import status, wire
+from coordinator_service.artifacts import Artifacts
+from coordinator_service.contributions import Contributions
+from coordinator_service.epochs import Seat, new_session
+from coordinator_service.run import Run
+from coordinator_service.values import Shutdown
+
+RAW_METHODS = frozenset({"Gradient", "BlockGradient", "NonBlockGradient"})
+"""Methods whose messages come and go as bytes; see `ayni.frames`."""
+
+
+class CoordinatorServicer:
+    """Answers the calls of CoordinatorService for one run."""
+
+    def __init__(self, run: Run, artifacts: Artifacts) -> None:
+        """Serves a run and its files."""
+        self._run = run
+        self._artifacts = artifacts
+        self._contributions = Contributions(run)
+
+    async def Join(self, request: pb.JoinRequest, context: Context) -> pb.JoinResponse:
+        """Makes the caller a member."""
+        self._check_negotiation(request)
+        member = self._run.join(wire.applicant(request, new_session(), peer_of(context)))
+        file = self._run.file
+        return pb.JoinResponse(
+            worker_id=member.worker_id,
+            session=member.applicant.session,
+            total_workers=max(file.num_starters, len(self._run.epochs.seats)),
+            run_id=file.run_id,
+            epoch=self._run.epochs.core.epoch.number,
+            lease=wire.duration(file.timeouts.lease.total_seconds()),
+            heartbeat_interval=wire.duration(file.timeouts.heartbeat_interval.total_seconds()),
+            wire_type=wire.dtype_enum(file.wire_type),
+            update=self._run.update_mode,
+        )
+
+    async def ShardAssignment(
+        self, request: pb.ShardAssignmentRequest, context: Context
+    ) -> AsyncIterator[pb.ShardAssignmentResponse]:
+        """Streams the worker's leases; its membership lasts as long."""
+        try:
+            seat = self._seat(request.worker_id, context)
+            self._run.ready(seat, request.parameters_sha256)
+        except AyniError as error:
+            self._run.epochs.leave(request.worker_id, f"refused: {error.message}")
+            raise
+        try:
+            while True:
+                frame = await seat.outbox.get()
+                if isinstance(frame, AyniError):
+                    raise frame
+                yield wire.assignment_frame(frame)
+                if isinstance(frame, Shutdown):
+                    return
+        finally:
+            if not seat.dismissed:
+                self._run.epochs.leave(seat.member.worker_id, "its assignment stream broke")
+
+    async def Gradient(self, _: object, context: Context) -> None:
+        """Reduces the flat gradient vector."""
+        await self._contributions.serve(context, self._seat, pb.GradientBegin, pb.GradientResponse)
+
+    async def BlockGradient(self, _: object, context: Context) -> None:
+        """Reduces a block's gradient."""
+        await self._contributions.serve(context, self._seat, pb.BlockGradientBegin, pb.BlockGradientResponse)
+
+    async def NonBlockGradient(self, _: object, context: Context) -> None:
+        """Reduces the gradient of a component outside the blocks."""
+        await self._contributions.serve(context, self._seat, pb.NonBlockGradientBegin, pb.NonBlockGradientResponse)
+
+    async def CommitStep(self, request: pb.CommitStepRequest, context: Context) -> pb.CommitStepResponse:
+        """Waits for the step's commit."""
+        try:
+            told = await self._run.commit(
+                self._seat(request.worker_id, context),
+                wire.key(request),
+                wire.report(request),
+            )
+        except AyniError as error:
+            self._run.note_refusal(error)
+            raise
+        return wire.committed(told)
+
+    async def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatResponse:
+        """Renews a lease."""
+        seat = self._seat(request.worker_id, context)
+        self._run.epochs.renew(seat.member.worker_id, request.activity[:32])
+        return pb.HeartbeatResponse(epoch=self._run.epochs.core.epoch.number)
+
+    async def Leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveResponse:
+        """Ends a membership; one that has ended is fine."""
+        try:
+            seat = self._seat(request.worker_id, context)
+        except UnknownWorker:
+            return pb.LeaveResponse()
+        reason = request.reason[:256] or "it left"
+        self._run.epochs.leave(seat.member.worker_id, reason, request.parameters_sha256[:64])
+        return pb.LeaveResponse()
+
+    async def FetchArtifact(
+        self, request: pb.FetchArtifactRequest, context: Context
+    ) -> AsyncIterator[pb.FetchArtifactResponse]:
+        """Streams a file."""
+        chunks = self._artifacts.open(request.sha256, request.offset_bytes)
+        while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
+            response = pb.FetchArtifactResponse()
+            response.chunk.offset_bytes, response.chunk.data = chunk
+            yield response
+
+    async def GetRun(self, request: pb.GetRunRequest, context: Context) -> pb.GetRunResponse:
+        """Describes the run."""
+        self._check_run_id(request.run_id)
+        return status.describe(self._run, self._artifacts)
+
+    async def WatchRun(self, request: pb.WatchRunRequest, context: Context) -> AsyncIterator[pb.WatchRunResponse]:
+        """Streams snapshots until the run ends."""
+        given = request.min_interval.ToTimedelta().total_seconds() if request.HasField("min_interval") else 0.2
+        interval = min(max(given, 0.05), 60.0)
+        while True:
+            ended = self._run.progress.ended
+            yield pb.WatchRunResponse(snapshot=status.snapshot(self._run))
+            if ended:
+                return
+            await asyncio.sleep(interval)
+            await self._run.next_change(seconds=1.0)
+
+    async def Attach(self, _: object, context: Context) -> None:
+        """Not available in this version."""
+        await context.abort(
+            grpc.StatusCode.UNIMPLEMENTED,
+            "Attach is not available in this version of the coordinator: calls to agents that nobody can dial come "
+            "with the block half",
+        )
+
+    def _seat(self, worker_id: int, context: Context) -> Seat:
+        metadata = {key: value for key, value in context.invocation_metadata() or ()}
+        session = metadata.get("ayni-session", "")
+        return self._run.epochs.seat(worker_id, session if isinstance(session, str) else "")
+
+    def _check_negotiation(self, request: pb.JoinRequest) -> None:
+        if request.protocol_version != PROTOCOL_VERSION:
+            raise _incompatible("protocol_version", PROTOCOL_VERSION, request.protocol_version or "not said")
+        self._check_run_id(request.run_id)
+        offered = [wire.dtype_name(value) for value in request.wire_types] or ["float32"]
+        if self._run.file.wire_type not in offered:
+            raise _incompatible("wire_type", self._run.file.wire_type, ", ".join(offered))
+        if request.backend not in ("cuda", "wgpu", "cpu"):
+            raise BadRequest(f"backend is {request.backend!r}; it must be cuda, wgpu or cpu", field="backend")
+
+    def _check_run_id(self, run_id: str) -> None:
+        if run_id and run_id != self._run.file.run_id:
+            raise _incompatible("run_id", self._run.file.run_id, run_id[:128])
+
+
+def _incompatible(field: str, ours: object, theirs: object) -> Incompatible:
+    return Incompatible(
+        f"{field} differs: this coordinator has {ours}, the caller has {theirs}",
+        field=field,
+        coordinator=ours,
+        worker=theirs,
+    )

@@ -1,0 +1,103 @@
+"""The run as status shows it: snapshots for GetRun and WatchRun.  [shell]"""
+
+import json
+import time
+from dataclasses import fields
+
+from ayni import PROTOCOL_VERSION
+from ayni.run_config import RunConfig
+from ayni.settings import to_mapping
+from ayni.v1 import coordinator_pb2 as pb
+from coordinator_service import wire
+from coordinator_service.artifacts import Artifacts
+from coordinator_service.epochs import Seat
+from coordinator_service.run import Run
+
+_STATES = {
+    "waiting": pb.RUN_STATE_WAITING,
+    "running": pb.RUN_STATE_RUNNING,
+    "finished": pb.RUN_STATE_FINISHED,
+    "halted": pb.RUN_STATE_HALTED,
+}
+
+
+def describe(run: Run, artifacts: Artifacts) -> pb.GetRunResponse:
+    """Returns the run with its configuration, files and state."""
+    return pb.GetRunResponse(
+        run_id=run.file.run_id,
+        protocol_version=PROTOCOL_VERSION,
+        config_json=json.dumps(shared_config(run)),
+        artifacts=[pb.Artifact(name=f.name, sha256=f.sha256, size_bytes=f.size_bytes) for f in artifacts.files],
+        snapshot=snapshot(run),
+    )
+
+
+def shared_config(run: Run) -> dict[str, object]:
+    """Returns the part of the run file that workers get: everything but what concerns the coordinator's own machine."""
+    shared = {field.name for field in fields(RunConfig)}
+    return {name: value for name, value in to_mapping(run.file).items() if name in shared}
+
+
+def snapshot(run: Run) -> pb.RunSnapshot:
+    """Returns the state at this moment."""
+    progress = run.progress
+    held = run.live.core.held_bytes if run.live else 0
+    message = pb.RunSnapshot(
+        state=_STATES[progress.state],
+        epoch=run.epochs.core.epoch.number,
+        committed_steps=progress.committed_steps,
+        num_steps=run.file.num_steps,
+        attempt=progress.attempt,
+        kind=pb.STEP_KIND_TRAIN if progress.kind == "train" else pb.STEP_KIND_EVALUATE,
+        samples_per_second=progress.samples_per_second,
+        received_bytes=run.epochs.received_bytes,
+        sent_bytes=run.epochs.sent_bytes,
+        workers=[_worker(run, seat) for _, seat in sorted(run.epochs.seats.items())],
+        waiting=_waiting(run),
+        elapsed=wire.duration(time.monotonic() - progress.started),
+        reducer_bytes=held,
+        reducer_peak_bytes=progress.peak_reducer_bytes,
+    )
+    for name in ("loss", "evaluation_loss", "evaluation_accuracy"):
+        if (value := getattr(progress, name)) is not None:
+            setattr(message, name, value)
+    return message
+
+
+def _worker(run: Run, seat: Seat) -> pb.WorkerSnapshot:
+    member = seat.member
+    return pb.WorkerSnapshot(
+        worker_id=member.worker_id,
+        worker_name=member.name,
+        backend=member.applicant.backend,
+        device_names=member.applicant.device_names,
+        share=seat.share,
+        samples_per_second=seat.speed,
+        activity=member.activity,
+        last_seen=wire.duration(run.epochs.silence(member)),
+        times=wire.step_times_message(seat.times),
+        peer=member.applicant.peer,
+        committed=bool(run.live and member.worker_id in run.live.core.committed),
+        received_bytes=seat.flow.received_bytes,
+        sent_bytes=seat.flow.sent_bytes,
+    )
+
+
+def _waiting(run: Run) -> pb.Waiting | None:
+    if run.progress.state == "halted":
+        return pb.Waiting(reason=run.progress.detail)
+    if run.progress.waiting:
+        return pb.Waiting(reason=run.progress.waiting.reason, worker_names=run.progress.waiting.worker_names)
+    if run.live is None or run.live.core.done:
+        return None
+    leases = run.live.core.uncommitted
+    doing = [f"{lease.worker_name} ({_activity(run, lease.worker_id)})" for lease in leases]
+    return pb.Waiting(
+        reason=f"{run.live.core.label} waits for {', '.join(doing)}",
+        worker_names=[lease.worker_name for lease in leases],
+    )
+
+
+def _activity(run: Run, worker_id: int) -> str:
+    seat = run.epochs.seats.get(worker_id)
+    return seat.member.activity if seat else "gone"

@@ -1,0 +1,145 @@
+"""python -m coordinator_service status: the run as a table, once or live.  [shell]"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import grpc
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from ayni.channels import open_sync_channel
+from ayni.endpoints import ClientTls
+from ayni.process import DONE, FAILED, TEMPORARY, exit_code_of, load_token
+from ayni.rpc import error_from
+from ayni.v1 import coordinator_pb2 as pb
+from ayni.v1 import coordinator_pb2_grpc
+from coordinator_service.wire import duration
+
+_TIMEOUT = 10.0
+
+
+def show(arguments: Sequence[str]) -> int:
+    """Prints the status of a run; returns the exit code."""
+    given = _parser().parse_args(arguments)
+    return exit_code_of(lambda: _show(given))
+
+
+def _show(given: argparse.Namespace) -> int:
+    token = load_token(given.token_file)
+    tls = ClientTls(ca=given.tls_ca, certificate=given.tls_certificate, key=given.tls_key)
+    with open_sync_channel(given.coordinator, token, tls, given.insecure) as channel:
+        stub = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
+        try:
+            run = stub.GetRun(pb.GetRunRequest(), timeout=_TIMEOUT)
+            return _watch(stub, run) if given.watch else _print(run.run_id, run.snapshot)
+        except grpc.RpcError as error:
+            return _explain(given.coordinator, error)
+
+
+def _print(run_id: str, snapshot: pb.RunSnapshot) -> int:
+    Console(width=None if sys.stdout.isatty() else 120).print(render(run_id, snapshot))
+    return DONE
+
+
+def _watch(stub: coordinator_pb2_grpc.CoordinatorServiceStub, run: pb.GetRunResponse) -> int:
+    request = pb.WatchRunRequest(min_interval=duration(0.5))
+    console = Console()
+    try:
+        with Live(render(run.run_id, run.snapshot), console=console, auto_refresh=False) as live:
+            for response in stub.WatchRun(request):
+                live.update(render(run.run_id, response.snapshot), refresh=True)
+    except KeyboardInterrupt:
+        pass
+    return DONE
+
+
+def render(run_id: str, snapshot: pb.RunSnapshot) -> Group:
+    """Returns the run as text and a table of its workers."""
+    return Group(*(Text(line) for line in _head(run_id, snapshot)), _table(snapshot))
+
+
+def _head(run_id: str, snapshot: pb.RunSnapshot) -> list[str]:
+    state = pb.RunState.Name(snapshot.state).removeprefix("RUN_STATE_").lower()
+    steps = f"{snapshot.committed_steps}" + (f" of {snapshot.num_steps}" if snapshot.num_steps else "")
+    lines = [
+        f"run {run_id}: {state}, {steps} steps committed, epoch {snapshot.epoch}, attempt {snapshot.attempt}, "
+        f"{_time(snapshot.elapsed.ToTimedelta())} since start"
+    ]
+    values = [
+        f"loss {snapshot.loss:.4f}" if snapshot.HasField("loss") else "",
+        f"held-out loss {snapshot.evaluation_loss:.4f}" if snapshot.HasField("evaluation_loss") else "",
+        f"held-out accuracy {snapshot.evaluation_accuracy:.4f}" if snapshot.HasField("evaluation_accuracy") else "",
+        f"{snapshot.samples_per_second:.1f} samples/s",
+        f"in {_size(snapshot.received_bytes)}, out {_size(snapshot.sent_bytes)}",
+        f"reducer {_size(snapshot.reducer_bytes)} (peak {_size(snapshot.reducer_peak_bytes)})",
+    ]
+    lines.append(", ".join(value for value in values if value))
+    if snapshot.waiting.reason:
+        lines.append(f"waiting: {snapshot.waiting.reason}")
+    return lines
+
+
+def _table(snapshot: pb.RunSnapshot) -> Table:
+    table = Table()
+    columns: list[tuple[str, Callable[[pb.WorkerSnapshot], str]]] = [
+        ("id", lambda w: str(w.worker_id)),
+        ("worker", lambda w: w.worker_name),
+        ("backend", lambda w: ", ".join((w.backend, *w.device_names))),
+        ("share", lambda w: f"{w.share:.0%}"),
+        ("samples/s", lambda w: f"{w.samples_per_second:.1f}"),
+        ("doing", lambda w: "committed" if w.committed else w.activity),
+        ("compute", lambda w: _seconds(w.times.compute.ToTimedelta())),
+        ("exchange", lambda w: _seconds(w.times.exchange.ToTimedelta())),
+        ("wait", lambda w: _seconds(w.times.commit_wait.ToTimedelta())),
+        ("in", lambda w: _size(w.received_bytes)),
+        ("out", lambda w: _size(w.sent_bytes)),
+        ("seen", lambda w: f"{w.last_seen.ToTimedelta().total_seconds():.1f} s ago"),
+    ]
+    for title, _ in columns:
+        table.add_column(title, overflow="fold")
+    for worker in snapshot.workers:
+        table.add_row(*(cell(worker) for _, cell in columns))
+    return table
+
+
+def _explain(coordinator: str, error: grpc.RpcError) -> int:
+    refusal = error_from(error)
+    if refusal:
+        print(f"the coordinator at {coordinator} refused: {refusal.message}", file=sys.stderr)
+        return FAILED
+    details = getattr(error, "details", str)()
+    print(f"can't reach a coordinator at {coordinator}: {details}", file=sys.stderr)
+    return TEMPORARY
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m coordinator_service status", description=__doc__)
+    parser.add_argument("coordinator", metavar="HOST:PORT", help="address of the coordinator")
+    parser.add_argument("--token-file", type=Path, help="file with the join token (environment: AYNI_TOKEN)")
+    parser.add_argument("--watch", action="store_true", help="keep the table live until the run ends")
+    parser.add_argument("--tls-ca", type=Path, help="PEM file with the authority of the coordinator's certificate")
+    parser.add_argument("--tls-certificate", type=Path, help="PEM file with a client certificate, for mTLS")
+    parser.add_argument("--tls-key", type=Path, help="PEM file with the private key of the client certificate")
+    parser.add_argument("--insecure", action="store_true", help="dial other hosts without TLS")
+    return parser
+
+
+def _time(elapsed: timedelta) -> str:
+    return time.strftime("%H:%M:%S", time.gmtime(elapsed.total_seconds()))
+
+
+def _seconds(value: timedelta) -> str:
+    return f"{value.total_seconds():.2f} s"
+
+
+def _size(num_bytes: int) -> str:
+    value, units = float(num_bytes), ["B", "kB", "MB", "GB", "TB"]
+    while value >= 1000 and len(units) > 1:
+        value, units = value / 1000, units[1:]
+    return f"{value:.0f} {units[0]}" if units[0] == "B" else f"{value:.1f} {units[0]}"

@@ -1,0 +1,269 @@
+"""Messages to values and back. Generated classes stop here and in `service`.  [shell]"""
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+from google.protobuf.duration_pb2 import Duration
+
+from ayni.buckets import BLOCK_COMPONENTS, FLAT, NON_BLOCK_COMPONENTS, Bucket
+from ayni.errors import BadRequest, SpecMismatch, TooLarge
+from ayni.tensors import WIRE_DTYPES, TensorSpec
+from ayni.v1 import coordinator_pb2 as pb
+from ayni.v1 import tensor_pb2
+from coordinator_service import values
+from coordinator_service.membership import Applicant
+from coordinator_service.run import Report
+from coordinator_service.steps import Key, Moment, Stats, Totals
+
+_MAX_MICROBATCHES = 1 << 16
+_MAX_COMPONENTS = 1 << 16
+_KINDS = {"train": pb.STEP_KIND_TRAIN, "evaluate": pb.STEP_KIND_EVALUATE}
+
+Begin = pb.GradientBegin | pb.BlockGradientBegin | pb.NonBlockGradientBegin
+
+
+def duration(seconds: float) -> Duration:
+    """Returns seconds as a message."""
+    result = Duration()
+    result.FromTimedelta(timedelta(seconds=seconds))
+    return result
+
+
+def dtype_enum(name: str) -> "tensor_pb2.DType.ValueType":
+    """Returns the enum value of an element type's name."""
+    return tensor_pb2.DType.Value(f"DTYPE_{name.upper()}")
+
+
+def dtype_name(value: int) -> str:
+    """Returns the name of an element type; empty for one that this version does not know."""
+    try:
+        return tensor_pb2.DType.Name(value)[len("DTYPE_") :].lower()  # type: ignore[arg-type]
+    except ValueError:
+        return ""
+
+
+def applicant(request: pb.JoinRequest, session: str, peer: str) -> Applicant:
+    """Returns who asks to join.
+
+    Raises:
+        BadRequest: a required field is missing or too long.
+    """
+    _require_text("worker_name", request.worker_name, 128)
+    _require_text("join_nonce", request.join_nonce, 64)
+    _require_text("backend", request.backend, 64)
+    agreements = {
+        "task_fingerprint": request.task_fingerprint,
+        "dataset_fingerprint": request.dataset_fingerprint,
+        "num_training_samples": str(request.num_training_samples or ""),
+        "num_evaluation_samples": str(request.num_evaluation_samples or ""),
+    }
+    for name, value in agreements.items():
+        _limit(name, len(value), 128)
+    return Applicant(
+        name=request.worker_name,
+        nonce=request.join_nonce,
+        session=session,
+        peer=peer,
+        backend=request.backend,
+        gpu_count=request.gpu_count,
+        device_names=tuple(name[:64] for name in request.device_names[:16]),
+        address=request.worker_address[:256],
+        agreements=agreements,
+        summaries={
+            "task_fingerprint": request.task_summary[:256],
+            "dataset_fingerprint": request.dataset_summary[:256],
+        },
+    )
+
+
+def bucket(begin: Begin) -> Bucket:
+    """Returns which reduction a contribution belongs to.
+
+    Raises:
+        BadRequest: the block or component is impossible.
+    """
+    if isinstance(begin, pb.BlockGradientBegin):
+        if not begin.block_index < begin.num_blocks:
+            raise BadRequest(f"block {begin.block_index} of {begin.num_blocks} is impossible", field="block_index")
+        return Bucket("block", begin.block_index)
+    if isinstance(begin, pb.NonBlockGradientBegin):
+        if not 1 <= begin.component <= len(NON_BLOCK_COMPONENTS):
+            raise BadRequest(f"component {begin.component} is not known", field="component")
+        return Bucket("non_block", begin.component - 1)
+    return FLAT
+
+
+def tensor(message: tensor_pb2.TensorSpec, which: Bucket, wire_type: str, max_bytes: int) -> TensorSpec:
+    """Returns the tensor of a contribution.
+
+    Raises:
+        SpecMismatch: another element type than the run's, or component sizes that do not add up.
+        TooLarge: longer than `max_bytes`. Nothing was allocated.
+    """
+    name = dtype_name(message.dtype)
+    if name != wire_type or name not in WIRE_DTYPES:
+        raise _mismatch("dtype", wire_type, name or f"unknown ({message.dtype})", which)
+    spec = TensorSpec(dtype=name, num_elements=message.num_elements, component_sizes=_components(message, which))
+    if not 0 < spec.num_bytes <= max_bytes:
+        raise TooLarge(
+            f"{which} has {spec.num_elements} elements; 1 to {max_bytes // (spec.num_bytes or 1)} are taken",
+            field="num_elements",
+            limit=max_bytes,
+            received=spec.num_bytes,
+        )
+    return spec
+
+
+def _components(message: tensor_pb2.TensorSpec, which: Bucket) -> tuple[int, ...]:
+    _limit("component_sizes", len(message.component_sizes), _MAX_COMPONENTS)
+    sizes = tuple(message.component_sizes)
+    if which.kind == "block" and len(sizes) != len(BLOCK_COMPONENTS):
+        raise _mismatch("component_sizes", f"nine ({', '.join(BLOCK_COMPONENTS)})", len(sizes), which)
+    if sizes and sum(sizes) != message.num_elements:
+        raise _mismatch("component_sizes", f"a sum of {message.num_elements}", sum(sizes), which)
+    return sizes
+
+
+def stats(messages: Sequence[pb.MicrobatchStats]) -> list[Stats]:
+    """Returns what a worker says of its micro-batches."""
+    _limit("microbatches", len(messages), _MAX_MICROBATCHES)
+    return [
+        Stats(
+            microbatch=m.microbatch,
+            weight=m.weight,
+            loss_sum=m.loss_sum if m.HasField("loss_sum") else None,
+            num_correct=m.num_correct,
+            num_predictions=m.num_predictions,
+        )
+        for m in messages
+    ]
+
+
+def key(message: pb.RoundBegin | pb.CommitStepRequest) -> Key:
+    """Returns which attempt of which step a worker speaks of."""
+    moment = Moment(epoch=message.epoch, step=message.step, attempt=message.attempt)
+    return Key(moment=moment, lease_id=message.lease_id)
+
+
+def kind_name(value: int) -> str:
+    """Returns "train" or "evaluate".
+
+    Raises:
+        BadRequest: neither.
+    """
+    for name, number in _KINDS.items():
+        if number == value:
+            return name
+    raise BadRequest(f"step kind {value} is not known", field="kind")
+
+
+def report(request: pb.CommitStepRequest) -> Report:
+    """Returns what a worker says when it has done its lease."""
+    return Report(
+        kind=kind_name(request.kind),
+        num_buckets=request.num_buckets,
+        stats=stats(request.microbatches),
+        parameters_sha256=request.parameters_sha256[:64],
+        times=step_times(request.times),
+    )
+
+
+def step_times(message: pb.StepTimes) -> values.StepTimes:
+    """Returns where a worker's time went."""
+    names = ("compute", "exchange", "commit_wait", "update", "data")
+    return values.StepTimes(**{name: getattr(message, name).ToTimedelta().total_seconds() for name in names})
+
+
+def step_times_message(times: values.StepTimes) -> pb.StepTimes:
+    """Returns where a worker's time went, as a message."""
+    return pb.StepTimes(
+        compute=duration(times.compute),
+        exchange=duration(times.exchange),
+        commit_wait=duration(times.commit_wait),
+        update=duration(times.update),
+        data=duration(times.data),
+    )
+
+
+def assignment_frame(frame: values.Assignment | values.Waiting | values.Shutdown) -> pb.ShardAssignmentResponse:
+    """Returns a frame of the assignment stream."""
+    if isinstance(frame, values.Waiting):
+        waiting = pb.Waiting(reason=frame.reason, worker_names=frame.worker_names)
+        return pb.ShardAssignmentResponse(waiting=waiting)
+    if isinstance(frame, values.Shutdown):
+        return pb.ShardAssignmentResponse(
+            shutdown=pb.Shutdown(reason=frame.reason, finished=frame.finished, committed_steps=frame.committed_steps)
+        )
+    return pb.ShardAssignmentResponse(assignment=_assignment(frame))
+
+
+def _assignment(frame: values.Assignment) -> pb.Assignment:
+    return pb.Assignment(
+        epoch=frame.epoch,
+        step=frame.step,
+        attempt=frame.attempt,
+        kind=_KINDS[frame.kind],
+        lease_id=frame.lease_id,
+        microbatch_start=frame.microbatch_start,
+        microbatch_stop=frame.microbatch_stop,
+        num_microbatches=frame.num_microbatches,
+        position=frame.position,
+        num_samples=frame.num_samples,
+        rank=frame.rank,
+        world_size=frame.world_size,
+        update=frame.update,
+        shard_start=frame.shard_start,
+        shard_stop=frame.shard_stop,
+    )
+
+
+def committed(told: values.Committed) -> pb.CommitStepResponse:
+    """Returns a commit as a message."""
+    return pb.CommitStepResponse(
+        step=told.step,
+        attempt=told.attempt,
+        total_weight=told.total_weight,
+        global_loss=told.global_loss,
+        gradient_norm=told.gradient_norm,
+        num_correct=told.num_correct,
+        num_predictions=told.num_predictions,
+        learning_rate=told.learning_rate,
+        clip_factor=told.clip_factor,
+        best=told.best,
+    )
+
+
+def complete(totals: Totals, num_contributors: int) -> pb.RoundComplete:
+    """Returns the last frame's content of a reduction."""
+    message = pb.RoundComplete(
+        num_contributors=num_contributors,
+        total_weight=totals.total_weight,
+        num_correct=totals.num_correct,
+        num_predictions=totals.num_predictions,
+    )
+    if totals.global_loss is not None:
+        message.global_loss = totals.global_loss
+    return message
+
+
+def _require_text(field: str, value: str, limit: int) -> None:
+    if not value:
+        raise BadRequest(f"{field} is required", field=field)
+    _limit(field, len(value.encode()), limit)
+
+
+def _limit(field: str, received: int, limit: int) -> None:
+    if received > limit:
+        raise TooLarge(
+            f"{field} is {received} long; at most {limit} is taken", field=field, limit=limit, received=received
+        )
+
+
+def _mismatch(field: str, expected: object, received: object, which: Bucket) -> SpecMismatch:
+    return SpecMismatch(
+        f"{which}: {field} is {received}; this run takes {expected}",
+        field=field,
+        expected=expected,
+        received=received,
+        bucket=which,
+    )
