@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import sqlite3
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -40,6 +41,9 @@ class Driver:
                     return
             self._progress.finish()
             self._run.goodbye("the last step is committed", finished=True)
+        except Exception as error:
+            self._run.halt(Halted(f"the coordinator failed: {error!r}", detail=repr(error)))
+            raise
         finally:
             await self._wait_until_empty()
             watcher.cancel()
@@ -69,6 +73,9 @@ class Driver:
                 attempt += 1
             except (Diverged, Halted) as error:
                 self._run.halt(error)
+            except (OSError, sqlite3.Error) as error:
+                sentence = f"the commit of {live.core.label} can't be written to {self._store.path}: {error}"
+                self._run.halt(Halted(sentence, detail=sentence))
             finally:
                 live.close()
                 self._run.live = None

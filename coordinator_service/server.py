@@ -37,12 +37,13 @@ async def serve(file: RunFile, stop: asyncio.Event) -> int:
         _refuse_to_resume(file, store)
         run = Run(file)
         store.set_facts({"config": json.dumps(status.shared_config(run))})
-        return await _serve(run, Driver(run, store), CoordinatorServicer(run, artifacts), token, stop)
+        await _serve(run, Driver(run, store), CoordinatorServicer(run, artifacts), token, stop)
+        return _outcome(run, store)
     finally:
         store.close()
 
 
-async def _serve(run: Run, driver: Driver, servicer: CoordinatorServicer, token: str, stop: asyncio.Event) -> int:
+async def _serve(run: Run, driver: Driver, servicer: CoordinatorServicer, token: str, stop: asyncio.Event) -> None:
     file = run.file
     server = make_server(TokenInterceptor(token))
     add_service(server, SERVICE, servicer, raw=RAW_METHODS)
@@ -56,7 +57,6 @@ async def _serve(run: Run, driver: Driver, servicer: CoordinatorServicer, token:
     finally:
         await health.enter_graceful_shutdown()
         await server.stop(grace=2.0)
-    return _outcome(run)
 
 
 async def _drive(run: Run, driver: Driver, stop: asyncio.Event) -> None:
@@ -71,11 +71,13 @@ async def _drive(run: Run, driver: Driver, stop: asyncio.Event) -> None:
         stopping.cancel()
 
 
-def _outcome(run: Run) -> int:
+def _outcome(run: Run, store: RunStore) -> int:
     hashes = run.final_hashes()
     if len(set(hashes.values())) > 1:
         _log.error("the workers' final parameters differ: %s", hashes)
         return FAILED
+    if hashes:
+        store.set_facts({"final_parameters_sha256": next(iter(hashes.values()))})
     return DONE if run.progress.state == "finished" else FAILED
 
 

@@ -1,0 +1,195 @@
+"""Runs a whole job on this machine: one coordinator and N workers, each a process of its own.
+
+Usage: `python scripts/train_local.py --run runs/bbc.yaml --workers 2`. Their log lines go to standard error, each
+with the name of its process. The last line on standard output is one JSON object. Ctrl-C ends all of them gracefully.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import secrets
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from ayni.process import load_yaml
+from ayni.settings import SettingsError
+
+ROOT = Path(__file__).resolve().parent.parent
+START_TIMEOUT = 120.0
+STOP_TIMEOUT = 60.0
+
+
+@dataclass
+class Child:
+    """A process and the thread that copies its log."""
+
+    name: str
+    process: subprocess.Popen
+    copier: threading.Thread
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the job; returns the exit code."""
+    given = _parser().parse_args(arguments)
+    try:
+        task, output = _describe(given)
+    except SettingsError as error:
+        print(f"train_local: {error}", file=sys.stderr)
+        return 2
+    output.mkdir(parents=True, exist_ok=True)
+    children: list[Child] = []
+    started = time.monotonic()
+    with _interruptible(children), _token_file(output) as token:
+        coordinator, address = _start_coordinator(given, output, token)
+        children.append(coordinator)
+        for number in range(given.workers if address else 0):
+            children.append(_start_worker(number, address, given, output, token))
+        codes = [_wait(child) for child in children]
+    if any(codes):
+        failed = ", ".join(f"{c.name} ended with {code}" for c, code in zip(children, codes, strict=True) if code)
+        print(f"train_local: {failed}; see the log above and {output}", file=sys.stderr)
+        return 1
+    print(json.dumps(_result(task, given.workers, output, time.monotonic() - started)), flush=True)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", type=Path, required=True, help="run file (YAML), such as runs/bbc.yaml")
+    parser.add_argument("--workers", type=int, default=2, help="worker processes (default: 2)")
+    parser.add_argument("--backend", default="auto", help="backend of the workers: auto, cuda, wgpu or cpu")
+    parser.add_argument(
+        "--output-dir", type=Path, help="folder for state, checkpoints and metrics (default: out/RUN_ID)"
+    )
+    parser.add_argument("--coordinator-flag", action="append", default=[], metavar="FLAG", help="passed on; repeatable")
+    parser.add_argument("--worker-flag", action="append", default=[], metavar="FLAG", help="passed on; repeatable")
+    return parser
+
+
+def _describe(given: argparse.Namespace) -> tuple[str, Path]:
+    """Returns the task's name and the output folder."""
+    values = load_yaml(given.run)
+    task = values.get("task")
+    run_id = str(values.get("run_id", "run"))
+    name = str(task.get("name", "")) if isinstance(task, dict) else ""
+    return name, (given.output_dir or Path("out") / run_id).resolve()
+
+
+def _start_coordinator(given: argparse.Namespace, output: Path, token: Path) -> tuple[Child, str]:
+    command = [
+        *(sys.executable, "-m", "coordinator_service", "--config", str(given.run), "--token-file", str(token)),
+        *("--listen", "127.0.0.1:0", "--state-dir", str(output / "state"), "--fresh"),
+        *("--start-workers", str(given.workers), *given.coordinator_flag),
+    ]
+    child = _spawn("coordinator", command, stdout=subprocess.PIPE)
+    assert child.process.stdout
+    line = child.process.stdout.readline()
+    child.process.stdout.close()
+    return child, line.split()[-1] if line.startswith("listening on ") else ""
+
+
+def _start_worker(number: int, address: str, given: argparse.Namespace, output: Path, token: Path) -> Child:
+    name = f"worker-{number}"
+    command = [
+        *(sys.executable, "-m", "worker_agent", "--coordinator", address, "--token-file", str(token)),
+        *("--name", name, "--backend", given.backend, "--output-dir", str(output / name), *given.worker_flag),
+    ]
+    return _spawn(name, command, stdout=subprocess.DEVNULL)
+
+
+def _spawn(name: str, command: list[str], stdout: int) -> Child:
+    paths = os.pathsep.join((str(ROOT), str(ROOT / "proto"), os.environ.get("PYTHONPATH", "")))
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": paths},
+        start_new_session=True,
+    )
+    assert process.stderr
+    copier = threading.Thread(target=_copy, args=(process.stderr, f"[{name}] "), daemon=True)
+    copier.start()
+    return Child(name, process, copier)
+
+
+def _copy(stream: IO[str], prefix: str) -> None:
+    with stream:
+        for line in stream:
+            sys.stderr.write(prefix + line)
+            sys.stderr.flush()
+
+
+def _wait(child: Child) -> int:
+    code = child.process.wait()
+    child.copier.join(timeout=5)
+    return code
+
+
+@contextlib.contextmanager
+def _interruptible(children: list[Child]) -> Iterator[None]:
+    """Passes SIGINT and SIGTERM on to all processes, and leaves none behind."""
+
+    def forward(number: int, _frame: object) -> None:
+        for child in children:
+            if child.process.poll() is None:
+                child.process.send_signal(number)
+
+    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for child in children:
+            if child.process.poll() is None:
+                child.process.kill()
+                child.process.wait()
+
+
+@contextlib.contextmanager
+def _token_file(folder: Path) -> Iterator[Path]:
+    """A join token for this job alone, readable by this user alone."""
+    path = folder / "join.token"
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as stream:
+        stream.write(secrets.token_urlsafe())
+    try:
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _result(task: str, workers: int, output: Path, wall: float) -> dict[str, object]:
+    [database] = (output / "state").glob("*/run.sqlite3")
+    with contextlib.closing(sqlite3.connect(database)) as connection:
+        steps = connection.execute("SELECT COUNT(*) FROM commits WHERE kind = 'train'").fetchone()[0]
+        last = connection.execute(
+            "SELECT loss, num_correct, num_predictions FROM commits WHERE kind = 'evaluate' ORDER BY step DESC"
+        ).fetchone()
+        facts = dict(connection.execute("SELECT name, value FROM facts"))
+    loss, correct, predictions = last or (None, 0, 0)
+    return {
+        "task": task,
+        "workers": workers,
+        "steps": steps,
+        "accuracy": round(correct / predictions, 4) if predictions else None,
+        "loss": loss,
+        "wall_s": round(wall, 1),
+        "parameters_sha256": facts.get("final_parameters_sha256", ""),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
