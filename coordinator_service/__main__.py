@@ -22,15 +22,16 @@ def _serve(arguments: Sequence[str]) -> int:
     from coordinator_service.config import RunFile
     from coordinator_service.server import serve
 
-    file = read_command_line(
-        RunFile, arguments, prog="python -m coordinator_service", description=__doc__ + "\n\n" + _EPILOG
-    )
+    file = read_command_line(RunFile, arguments, prog="python -m coordinator_service", description=_DESCRIPTION)
     logs.configure(file.log_format, file.log_level.upper())
     tune_allocator()
     return run_until_signal(lambda stop: serve(file, stop))
 
 
-_EPILOG = "To see a run: python -m coordinator_service status HOST:PORT --token-file FILE [--watch]"
+_DESCRIPTION = (
+    "Serves one training run to workers. To see a run: python -m coordinator_service status HOST:PORT "
+    "--token-file FILE [--watch]"
+)
 
 
 if __name__ == "__main__":

@@ -43,13 +43,14 @@ class RunFile(RunConfig):
     artifacts: Path | None = None
     """Folder whose files every worker gets: model, tokenizer, data. A relative path starts at the working folder."""
     num_training_samples: int = 0
-    """Samples of the training data, for workers that bring their own loop; tasks in tree say it themselves."""
+    """Samples of the training data, where the workers do not say it: a worker that joins with another number is
+    refused. Tasks in tree say it themselves."""
     listen: str = "127.0.0.1:0"
     """Address to listen on, host:port; port 0 picks one and prints it. Anything but loopback needs TLS or insecure."""
     token_file: Path | None = None
     """File with the join token. AYNI_TOKEN in the environment does as well. One of them is required."""
     state_dir: Path = Path("ayni-state")
-    """Folder for the run's database and metrics, one subfolder for each run id."""
+    """Folder for the runs' databases, one subfolder for each run id."""
     fresh: bool = False
     """Throws away what an earlier run of the same id left in state_dir."""
     tls: ServerTls = field(default_factory=ServerTls)

@@ -13,7 +13,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from ayni import frames
-from ayni.errors import AyniError, BadRequest, Deadline
+from ayni.errors import AyniError, BadRequest, Deadline, Halted, StepVoided
 from ayni.rpc import Context, refuse_stream
 from coordinator_service import wire
 from coordinator_service.epochs import Seat
@@ -90,7 +90,8 @@ class Contributions:
             delivered = True
         except AyniError as error:
             delivered = True
-            self._run.note_refusal(error)
+            if not isinstance(error, StepVoided | Halted):
+                self._run.halt(error)
             await refuse_stream(context, reader, error, file.timeouts.drain, exchange.label)
         finally:
             reader.cancel()

@@ -6,11 +6,12 @@ contributions. One chunk of each contribution is always admitted: the next chunk
 stuck behind a budget, so the budget can't deadlock. Memory is bounded by workers x (budget + open contributions).
 """
 
+import zlib
 from collections import deque
 from collections.abc import Iterable
 
 from ayni import frames, tensors
-from ayni.errors import AyniError, BadChunk
+from ayni.errors import AyniError, BadChunk, Checksum
 from coordinator_service.reduction import Reduced, Round
 from coordinator_service.signals import Signal
 from coordinator_service.steps import Step, Totals
@@ -111,7 +112,7 @@ class Exchange:
         """Adds the chunk in a frame (no copy of a float32 payload).
 
         Raises:
-            BadChunk, NonFinite, BadRequest: the frame is refused; nothing of it was added.
+            BadChunk, NonFinite, BadRequest, Checksum: the frame is refused; nothing of it was added.
         """
         field_number, chunk = frames.decode_frame(frame)
         if not isinstance(chunk, frames.ChunkView):
@@ -123,10 +124,20 @@ class Exchange:
                 bucket=self._live.round.label,
             )
         self.flow.received_bytes += len(frame)
+        self._check_sum(chunk)
         dtype = self._live.round.spec.dtype
         values = tensors.decode(chunk.data, dtype)
         offset = self._elements(chunk.offset_bytes, tensors.itemsize(dtype))
         self._live.publish(self._live.round.contribute(self._worker_id, chunk.part, offset, values))
+
+    def _check_sum(self, chunk: frames.ChunkView) -> None:
+        if chunk.crc32 is not None and zlib.crc32(chunk.data) != chunk.crc32:
+            raise Checksum(
+                f"{self._live.round.label}: the bytes of a chunk at {chunk.offset_bytes} do not match their CRC-32",
+                name=self._live.round.label,
+                expected=f"{chunk.crc32:08x}",
+                received=f"{zlib.crc32(chunk.data):08x}",
+            )
 
     async def room(self) -> None:
         """Waits until the next chunk may be read. Ends at once when the contribution failed."""

@@ -70,10 +70,13 @@ class Run:
             flow_limit=file.worker_window_chunks,
             on_gone=self._gone,
         )
+        if file.num_training_samples:
+            self.epochs.core.agreed["num_training_samples"] = str(file.num_training_samples)
         self.live: LiveStep | None = None
         self.last_commit: tuple[Moment, str, Committed] | None = None
         self._next_lease = 0
         self._update = file.optimizer.update
+        self._stopped = False
 
     def join(self, applicant: Applicant) -> Member:
         """Admits a worker.
@@ -189,6 +192,7 @@ class Run:
     def stop(self, reason: str) -> None:
         """Ends the run early at an operator's wish."""
         if not self.progress.ended:
+            self._stopped = True
             self.progress.halt(reason)
             if self.live:
                 self.live.fail(StepVoided(f"{self.live.core.label} was given up: {reason}", detail=reason))
@@ -212,6 +216,8 @@ class Run:
         return self.live
 
     def _refuse_if_halted(self) -> None:
+        if self._stopped:
+            raise StepVoided(f"the run was stopped: {self.progress.detail}", detail=self.progress.detail)
         if self.progress.state == "halted":
             raise Halted(f"the run was halted: {self.progress.detail}", detail=self.progress.detail)
 

@@ -32,7 +32,13 @@ def show(arguments: Sequence[str]) -> int:
 
 def _show(given: argparse.Namespace) -> int:
     token = load_token(given.token_file)
-    tls = ClientTls(ca=given.tls_ca, certificate=given.tls_certificate, key=given.tls_key)
+    tls = ClientTls(
+        ca=given.tls_ca,
+        system_roots=given.tls_system_roots,
+        certificate=given.tls_certificate,
+        key=given.tls_key,
+        server_name=given.tls_server_name,
+    )
     with open_sync_channel(given.coordinator, token, tls, given.insecure) as channel:
         stub = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
         try:
@@ -119,11 +125,15 @@ def _explain(coordinator: str, error: grpc.RpcError) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m coordinator_service status", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m coordinator_service status", description="Shows a run as a table, once or live."
+    )
     parser.add_argument("coordinator", metavar="HOST:PORT", help="address of the coordinator")
     parser.add_argument("--token-file", type=Path, help="file with the join token (environment: AYNI_TOKEN)")
     parser.add_argument("--watch", action="store_true", help="keep the table live until the run ends")
     parser.add_argument("--tls-ca", type=Path, help="PEM file with the authority of the coordinator's certificate")
+    parser.add_argument("--tls-system-roots", action="store_true", help="trust the usual public authorities")
+    parser.add_argument("--tls-server-name", default="", help="name to expect in the coordinator's certificate")
     parser.add_argument("--tls-certificate", type=Path, help="PEM file with a client certificate, for mTLS")
     parser.add_argument("--tls-key", type=Path, help="PEM file with the private key of the client certificate")
     parser.add_argument("--insecure", action="store_true", help="dial other hosts without TLS")

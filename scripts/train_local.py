@@ -1,12 +1,14 @@
 """Runs a whole job on this machine: one coordinator and N workers, each a process of its own.
 
-Usage: `python scripts/train_local.py --run runs/bbc.yaml --workers 2`. Their log lines go to standard error, each
-with the name of its process. The last line on standard output is one JSON object. Ctrl-C ends all of them gracefully.
+Usage: `python scripts/train_local.py --run runs/bbc.yaml --workers 2`. Each process writes a log file into the output
+folder; standard error shows all lines of the coordinator, and those of the workers but for their line per step. The
+last line on standard output is one JSON object. Ctrl-C ends all of them gracefully.
 """
 
 import argparse
 import contextlib
 import json
+import math
 import os
 import secrets
 import signal
@@ -16,16 +18,17 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import IO
 
 from ayni.process import load_yaml
-from ayni.settings import SettingsError
+from ayni.run_config import RunConfig
+from ayni.settings import SettingsError, from_mapping
 
 ROOT = Path(__file__).resolve().parent.parent
-START_TIMEOUT = 120.0
-STOP_TIMEOUT = 60.0
+STEP_LINES = " INFO worker_agent.progress:"
+"""What every worker logs of every step; the coordinator's line says the same once."""
 
 
 @dataclass
@@ -41,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the job; returns the exit code."""
     given = _parser().parse_args(arguments)
     try:
-        task, output = _describe(given)
+        run, output = _describe(given)
     except SettingsError as error:
         print(f"train_local: {error}", file=sys.stderr)
         return 2
@@ -58,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         failed = ", ".join(f"{c.name} ended with {code}" for c, code in zip(children, codes, strict=True) if code)
         print(f"train_local: {failed}; see the log above and {output}", file=sys.stderr)
         return 1
-    print(json.dumps(_result(task, given.workers, output, time.monotonic() - started)), flush=True)
+    print(json.dumps(_result(run, given.workers, output, time.monotonic() - started)), flush=True)
     return 0
 
 
@@ -75,13 +78,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _describe(given: argparse.Namespace) -> tuple[str, Path]:
-    """Returns the task's name and the output folder."""
-    values = load_yaml(given.run)
-    task = values.get("task")
-    run_id = str(values.get("run_id", "run"))
-    name = str(task.get("name", "")) if isinstance(task, dict) else ""
-    return name, (given.output_dir or Path("out") / run_id).resolve()
+def _describe(given: argparse.Namespace) -> tuple[RunConfig, Path]:
+    """Returns the run and the output folder."""
+    known = {field.name for field in fields(RunConfig)}
+    run = from_mapping(RunConfig, {key: value for key, value in load_yaml(given.run).items() if key in known})
+    return run, (given.output_dir or Path("out") / run.run_id).resolve()
 
 
 def _start_coordinator(given: argparse.Namespace, output: Path, token: Path) -> tuple[Child, str]:
@@ -90,7 +91,7 @@ def _start_coordinator(given: argparse.Namespace, output: Path, token: Path) -> 
         *("--listen", "127.0.0.1:0", "--state-dir", str(output / "state"), "--fresh"),
         *("--start-workers", str(given.workers), *given.coordinator_flag),
     ]
-    child = _spawn("coordinator", command, stdout=subprocess.PIPE)
+    child = _spawn("coordinator", command, output, stdout=subprocess.PIPE)
     assert child.process.stdout
     line = child.process.stdout.readline()
     child.process.stdout.close()
@@ -103,10 +104,10 @@ def _start_worker(number: int, address: str, given: argparse.Namespace, output: 
         *(sys.executable, "-m", "worker_agent", "--coordinator", address, "--token-file", str(token)),
         *("--name", name, "--backend", given.backend, "--output-dir", str(output / name), *given.worker_flag),
     ]
-    return _spawn(name, command, stdout=subprocess.DEVNULL)
+    return _spawn(name, command, output, stdout=subprocess.DEVNULL)
 
 
-def _spawn(name: str, command: list[str], stdout: int) -> Child:
+def _spawn(name: str, command: list[str], output: Path, stdout: int) -> Child:
     paths = os.pathsep.join((str(ROOT), str(ROOT / "proto"), os.environ.get("PYTHONPATH", "")))
     process = subprocess.Popen(
         command,
@@ -118,16 +119,19 @@ def _spawn(name: str, command: list[str], stdout: int) -> Child:
         start_new_session=True,
     )
     assert process.stderr
-    copier = threading.Thread(target=_copy, args=(process.stderr, f"[{name}] "), daemon=True)
+    copier = threading.Thread(target=_copy, args=(process.stderr, name, output / f"{name}.log"), daemon=True)
     copier.start()
     return Child(name, process, copier)
 
 
-def _copy(stream: IO[str], prefix: str) -> None:
-    with stream:
+def _copy(stream: IO[str], name: str, log: Path) -> None:
+    with stream, log.open("w") as file:
         for line in stream:
-            sys.stderr.write(prefix + line)
-            sys.stderr.flush()
+            file.write(line)
+            file.flush()
+            if STEP_LINES not in line:
+                sys.stderr.write(f"[{name}] {line}")
+                sys.stderr.flush()
 
 
 def _wait(child: Child) -> int:
@@ -171,7 +175,7 @@ def _token_file(folder: Path) -> Iterator[Path]:
         path.unlink(missing_ok=True)
 
 
-def _result(task: str, workers: int, output: Path, wall: float) -> dict[str, object]:
+def _result(run: RunConfig, workers: int, output: Path, wall: float) -> dict[str, object]:
     [database] = (output / "state").glob("*/run.sqlite3")
     with contextlib.closing(sqlite3.connect(database)) as connection:
         steps = connection.execute("SELECT COUNT(*) FROM commits WHERE kind = 'train'").fetchone()[0]
@@ -180,8 +184,8 @@ def _result(task: str, workers: int, output: Path, wall: float) -> dict[str, obj
         ).fetchone()
         facts = dict(connection.execute("SELECT name, value FROM facts"))
     loss, correct, predictions = last or (None, 0, 0)
-    return {
-        "task": task,
+    result = {
+        "task": run.task.name,
         "workers": workers,
         "steps": steps,
         "accuracy": round(correct / predictions, 4) if predictions else None,
@@ -189,6 +193,9 @@ def _result(task: str, workers: int, output: Path, wall: float) -> dict[str, obj
         "wall_s": round(wall, 1),
         "parameters_sha256": facts.get("final_parameters_sha256", ""),
     }
+    if loss is not None and run.task.options.get("tokenizer") == "bytes":
+        result["bits_per_byte"] = round(loss / math.log(2), 4)
+    return result
 
 
 if __name__ == "__main__":

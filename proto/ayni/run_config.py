@@ -50,7 +50,7 @@ class OptimizerConfig:
     learning_rate: float = 1e-3
     """Peak learning rate."""
     warmup_steps: int = 0
-    """Steps of linear warm-up from 0."""
+    """Steps of linear warm-up; the first step has 1 / warmup_steps of the peak."""
     final_learning_rate: float = 0.0
     """Learning rate that the cosine ends at, at the run's last step."""
     schedule: str = "cosine"

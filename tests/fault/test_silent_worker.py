@@ -1,6 +1,7 @@
 """Workers that go silent, stall or read nothing: the others go on, and somebody says why."""
 
 import asyncio
+from typing import Any
 
 import grpc
 import numpy as np
@@ -11,7 +12,7 @@ from ayni.rpc import error_from
 from ayni.v1 import coordinator_pb2 as pb
 from tests.support.coordinator import RawWorker, coordinator, parts_of, raw_workers
 
-RUN = {
+RUN: dict[str, Any] = {
     "run_id": "silent",
     "num_steps": 1,
     "min_workers": 1,

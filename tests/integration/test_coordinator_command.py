@@ -10,16 +10,19 @@ import socket
 import sqlite3
 import subprocess
 import sys
+from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from ayni.errors import BadRequest, Checksum, UnknownArtifact
 from ayni.rpc import error_from
 from ayni.v1 import coordinator_pb2 as pb
 from tests.support.coordinator import ROOT, coordinator, environment, raw_worker, raw_workers
 
-RUN = {
+RUN: dict[str, Any] = {
     "run_id": "command",
     "num_steps": 2,
     "min_workers": 2,
@@ -43,7 +46,14 @@ def command(*arguments: str, **extra_environment: str) -> subprocess.CompletedPr
 def test_help_names_every_setting_and_its_default():
     result = command("--help")
     assert result.returncode == 0
-    for flag in ("--listen", "--token-file", "--min-workers", "--batch-microbatches", "--tls-certificate", "--insecure"):
+    for flag in (
+        "--listen",
+        "--token-file",
+        "--min-workers",
+        "--batch-microbatches",
+        "--tls-certificate",
+        "--insecure",
+    ):
         assert flag in result.stdout
     assert "127.0.0.1:0" in result.stdout
 
@@ -257,4 +267,14 @@ def test_state_that_can_not_be_written_halts_the_run(tmp_path):
 
         answers = asyncio.run(scenario())
         assert process.process.wait(20) == 1
-    assert all("can't be written to" in error_from(answer).message for answer in answers)
+    assert all("can't be written to" in str(error_from(answer)) for answer in answers)
+
+
+def test_health_and_reflection_need_no_token(tmp_path):
+    with coordinator(tmp_path, RUN) as process, grpc.insecure_channel(process.address) as channel:
+        request = health_pb2.HealthCheckRequest(service="ayni.v1.CoordinatorService")
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        health = stub.Check(request, timeout=10)
+        services = ProtoReflectionDescriptorDatabase(channel).get_services()
+    assert health.status == health_pb2.HealthCheckResponse.SERVING
+    assert "ayni.v1.CoordinatorService" in services

@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
@@ -84,14 +85,14 @@ class RawWorker:
     """A worker made of generated stubs and hand-made frames, so that it can misbehave."""
 
     channel: HeaderChannel
-    stub: coordinator_pb2_grpc.CoordinatorServiceStub
+    stub: Any
     name: str
     worker_id: int = -1
-    stream: grpc.aio.UnaryStreamCall | None = None
+    stream: Any = None
     assignment: pb.Assignment = field(default_factory=pb.Assignment)
 
     async def join(self, **fields: object) -> pb.JoinResponse:
-        request = {"protocol_version": PROTOCOL_VERSION, "worker_name": self.name, "join_nonce": self.name}
+        request: dict[str, Any] = {"protocol_version": PROTOCOL_VERSION, "worker_name": self.name, "join_nonce": self.name}
         answer = await self.stub.Join(pb.JoinRequest(**{**request, "backend": "cpu", **fields}), timeout=20)
         self.worker_id = answer.worker_id
         self.channel.headers["ayni-session"] = answer.session
@@ -120,7 +121,7 @@ class RawWorker:
 
     def begin(self, weights: dict[int, int], num_elements: int, **changes: object) -> pb.RoundBegin:
         a = self.assignment
-        fields = {
+        fields: dict[str, Any] = {
             "worker_id": self.worker_id,
             "epoch": a.epoch,
             "step": a.step,
@@ -149,7 +150,8 @@ class RawWorker:
         mean = np.empty(size, np.float32)
         while True:
             number, content = frames.decode_frame(await self._read(call))
-            if number != frames.CHUNK_FIELD:
+            if not isinstance(content, frames.ChunkView):
+                assert number == 3
                 await writer
                 return mean, pb.RoundComplete.FromString(bytes(content))
             start = content.offset_bytes // 4
@@ -165,14 +167,14 @@ class RawWorker:
 
     async def _read(self, call: grpc.aio.StreamStreamCall) -> bytes:
         async with asyncio.timeout(30):
-            frame = await call.read()
+            frame: Any = await call.read()
         if frame is grpc.aio.EOF:
             await _raise_status(call)
         return frame
 
     def commit_request(self, weights: dict[int, int], num_buckets: int = 1, **changes: object) -> pb.CommitStepRequest:
         a = self.assignment
-        fields = {
+        fields: dict[str, Any] = {
             "worker_id": self.worker_id,
             "epoch": a.epoch,
             "step": a.step,

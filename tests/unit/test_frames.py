@@ -29,7 +29,8 @@ chunks = st.fixed_dictionaries(
 )
 
 
-def _as_tuple(view: frames.ChunkView) -> tuple[int, int, int | None, bytes]:
+def _as_tuple(view: object) -> tuple[int, int, int | None, bytes]:
+    assert isinstance(view, frames.ChunkView)
     return view.offset_bytes, view.part, view.crc32, bytes(view.data)
 
 
@@ -55,6 +56,7 @@ def test_generated_frame_is_parsed_in_place(fields, message):
     assert number == frames.CHUNK_FIELD
     assert _as_tuple(view) == _expected(fields)
     if fields["data"]:
+        assert isinstance(view, frames.ChunkView)
         assert view.data.obj is frame, "the payload is a view of the frame, not a copy"
 
 
@@ -80,6 +82,7 @@ def test_begin_frame_is_handed_on_as_bytes(worker_id, block):
     begin = coordinator_pb2.BlockGradientBegin(round=coordinator_pb2.RoundBegin(worker_id=worker_id), block_index=block)
     number, content = frames.decode_frame(coordinator_pb2.BlockGradientRequest(begin=begin).SerializeToString())
     assert number == 1
+    assert isinstance(content, memoryview)
     assert coordinator_pb2.BlockGradientBegin.FromString(bytes(content)) == begin
 
 
@@ -94,7 +97,7 @@ def test_arbitrary_bytes_are_parsed_or_refused(data):
     except BadRequest:
         return
     parsed = coordinator_pb2.GradientRequest()
-    if number == frames.CHUNK_FIELD:
+    if isinstance(content, frames.ChunkView):
         try:
             parsed.ParseFromString(data)
         except Exception:

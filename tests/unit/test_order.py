@@ -1,5 +1,7 @@
 """Sample order: every sample once in each pass, and the same on every machine."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -41,7 +43,7 @@ def test_microbatches_cover_the_step(position, samples, num):
     spans = [microbatch_positions(position, samples, num, m) for m in range(num)]
     assert spans[0][0] == position
     assert spans[-1][1] == position + samples
-    assert all(left[1] == right[0] for left, right in zip(spans, spans[1:], strict=False))
+    assert all(left[1] == right[0] for left, right in pairwise(spans))
     sizes = {stop - start for start, stop in spans}
     assert max(sizes) - min(sizes) <= 1
 

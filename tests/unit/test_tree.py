@@ -1,5 +1,7 @@
 """The canonical tree against its definition."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -43,7 +45,7 @@ def test_cover_is_disjoint_exhaustive_canonical_and_smallest(data):
     assert [m for node in nodes for m in range(node.start, node.stop)] == list(range(start, stop))
     canonical = nodes_by_definition(num)
     assert set(nodes) <= canonical
-    for left, right in zip(nodes, nodes[1:], strict=False):
+    for left, right in pairwise(nodes):
         assert Node(start=left.start, stop=right.stop) not in canonical, "two neighbours could be one node"
 
 
