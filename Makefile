@@ -63,7 +63,6 @@ pretrain: $(SETUP) ## train a tiny language model from scratch on two local work
 	$(ONE_THREAD) $(BIN)/python scripts/train_local.py --run runs/pretrain.yaml
 
 equality: $(SETUP) ## show that N workers give the run that one process gives
-	$(BIN)/python scripts/prepare_data.py bbc
 	$(ONE_THREAD) $(BIN)/python tests/bench/equality.py
 
 # LANG is also the name of the locale variable, so it counts only where it was typed: make stubs LANG=go

@@ -83,7 +83,7 @@ def bucket(begin: Begin) -> Bucket:
         BadRequest: the block or component is impossible.
     """
     if isinstance(begin, pb.BlockGradientBegin):
-        if not begin.block_index < begin.num_blocks:
+        if 0 < begin.num_blocks <= begin.block_index:
             raise BadRequest(f"block {begin.block_index} of {begin.num_blocks} is impossible", field="block_index")
         return Bucket("block", begin.block_index)
     if isinstance(begin, pb.NonBlockGradientBegin):

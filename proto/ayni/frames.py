@@ -23,6 +23,10 @@ CHUNK_FIELD = 2
 
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 
+_ALIGNMENT = 8
+_PADDINGS = (b"", *(b"\x22" + bytes([size]) + bytes(size) for size in range(1, 2 * _ALIGNMENT)))
+"""What may stand before the payload: nothing, or the padding field. One fits, even where a length grows by a byte."""
+
 Buffer = bytes | memoryview
 
 
@@ -49,17 +53,24 @@ def varint(value: int) -> bytes:
 def encode_chunk(field_number: int, offset_bytes: int, part: int, payload: Buffer, crc32: int | None = None) -> bytes:
     """Returns a whole message whose field `field_number` is a Chunk; copies the payload once.
 
-    Defaults are left out, and fields are in number order, as a generated class writes them.
+    Defaults are left out, and fields are in number order, as a generated class writes them. Padding brings the payload
+    to a multiple of 8 bytes from the frame's start.
     """
-    inner = b"".join(
+    small = b"".join(
         (
             b"\x08" + varint(offset_bytes) if offset_bytes else b"",
             b"\x10" + varint(part) if part else b"",
             b"" if crc32 is None else b"\x1d" + crc32.to_bytes(4, "little"),
-            b"\x22" + varint(len(payload)) if len(payload) else b"",
         )
     )
-    return b"".join((varint(field_number << 3 | _LENGTH), varint(len(inner) + len(payload)), inner, payload))
+    last = b"\x2a" + varint(len(payload)) if len(payload) else b""
+    tag = varint(field_number << 3 | _LENGTH)
+    for padding in _PADDINGS:
+        inner = small + padding + last
+        head = tag + varint(len(inner) + len(payload)) + inner
+        if len(head) % _ALIGNMENT == 0 or not last:
+            break
+    return b"".join((head, payload))
 
 
 def decode_frame(frame: bytes) -> tuple[int, "ChunkView | memoryview"]:
@@ -97,7 +108,7 @@ def _chunk(pieces: list[memoryview]) -> ChunkView:
             elif (number, wire_type) == (3, _FIXED32):
                 assert isinstance(value, memoryview)
                 crc32 = int.from_bytes(value, "little")
-            elif (number, wire_type) == (4, _LENGTH):
+            elif (number, wire_type) == (5, _LENGTH):
                 assert isinstance(value, memoryview)
                 data = value
     return ChunkView(offset_bytes, part, crc32, data)

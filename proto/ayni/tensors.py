@@ -110,13 +110,6 @@ def decode_into(data: bytes | memoryview, dtype: str, out_C: Floats) -> None:
 
 
 def first_non_finite(values_C: Floats) -> int | None:
-    """Returns the index of the first NaN or infinity, or None.
-
-    A sum over the chunk is a quick screen: it is finite only if every value is, and costs a fraction of the full test.
-    Large finite values may overflow it; then the full test decides.
-    """
-    with np.errstate(over="ignore", invalid="ignore"):
-        if np.isfinite(np.add.reduce(values_C)):
-            return None
-    bad = np.flatnonzero(~np.isfinite(values_C))
-    return int(bad[0]) if bad.size else None
+    """Returns the index of the first NaN or infinity, or None."""
+    finite = np.isfinite(values_C)
+    return None if finite.all() else int(np.argmin(finite))

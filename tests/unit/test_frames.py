@@ -23,7 +23,7 @@ chunks = st.fixed_dictionaries(
     {
         "offset_bytes": st.integers(0, 2**64 - 1),
         "part": st.integers(0, 2**32 - 1),
-        "data": st.binary(max_size=300),
+        "data": st.binary(max_size=300) | st.sampled_from([b"x" * 20_000, b"x" * 70_001]),
     },
     optional={"crc32": st.integers(0, 2**32 - 1)},
 )
@@ -45,7 +45,9 @@ def test_joined_frame_is_what_the_generated_class_writes(fields, message):
     )
     parsed = message.FromString(frame)
     assert parsed.WhichOneof("frame") == "chunk"
-    assert parsed == message(chunk=tensor_pb2.Chunk(**fields))
+    assert parsed == message(chunk=tensor_pb2.Chunk(**fields, padding=parsed.chunk.padding))
+    assert not parsed.chunk.padding.strip(b"\0")
+    assert not fields["data"] or (len(frame) - len(fields["data"])) % 8 == 0, "the payload is aligned"
     assert frame == parsed.SerializeToString(deterministic=True)
 
 
@@ -60,13 +62,14 @@ def test_generated_frame_is_parsed_in_place(fields, message):
         assert view.data.obj is frame, "the payload is a view of the frame, not a copy"
 
 
-@given(fields=chunks, order=st.permutations(range(4)), split=st.integers(0, 4), extra=st.binary(max_size=20))
+@given(fields=chunks, order=st.permutations(range(5)), split=st.integers(0, 5), extra=st.binary(max_size=20))
 def test_any_field_order_split_and_unknown_fields(fields, order, split, extra):
     pieces = [
         b"\x08" + frames.varint(fields["offset_bytes"]),
         b"\x10" + frames.varint(fields["part"]),
         b"\x1d" + fields["crc32"].to_bytes(4, "little") if "crc32" in fields else b"",
-        b"\x22" + frames.varint(len(fields["data"])) + fields["data"],
+        b"\x22\x03pad",
+        b"\x2a" + frames.varint(len(fields["data"])) + fields["data"],
     ]
     unknown = b"\xfa\x01" + frames.varint(len(extra)) + extra + b"\xf8\x01\x05" + b"\xf5\x01abcd" + b"\xf1\x01abcdefgh"
     shuffled = [pieces[i] for i in order]
@@ -93,7 +96,7 @@ def test_empty_frame_sets_nothing():
 @given(st.binary(max_size=200))
 def test_arbitrary_bytes_are_parsed_or_refused(data):
     try:
-        number, content = frames.decode_frame(data)
+        _, content = frames.decode_frame(data)
     except BadRequest:
         return
     parsed = coordinator_pb2.GradientRequest()

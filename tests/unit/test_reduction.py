@@ -53,9 +53,7 @@ class Case:
 
     def frames(self, worker: int) -> list[tuple]:
         start, stop = self.cuts[worker], self.cuts[worker + 1]
-        parts = [
-            tree_sum(node, self.gradients, self.weights) for node in cover(start, stop, self.num_microbatches)
-        ]
+        parts = [tree_sum(node, self.gradients, self.weights) for node in cover(start, stop, self.num_microbatches)]
         begin = [("begin", {m: self.weights[m] for m in range(start, stop)})]
         return begin + [
             ("chunk", part, offset, values[offset : offset + self.chunk].copy())
@@ -127,31 +125,6 @@ def test_neither_workers_nor_chunks_show_in_the_bytes(case, other, seed):
     assert one.tobytes() == two.tobytes()
     assert first.total_weight == second.total_weight
     assert first.square_sum == pytest.approx(second.square_sum, rel=1e-12)
-
-
-def test_weighted_mean_of_unequal_shards():
-    ones, zeros = np.full(3, 1, np.float32), np.full(3, 0, np.float32)
-    case = Case([ones, zeros], [1, 9], [0, 1, 2], 64)
-    mean, _, _ = run(case, random.Random(0))
-    assert mean == pytest.approx([0.1] * 3)
-
-
-def test_shares_of_3_3_4_are_not_the_mean_of_means():
-    samples = np.arange(10, dtype=np.float32)
-    sums = [samples[:3].sum(), samples[3:6].sum(), samples[6:].sum()]
-    case = Case([np.array([s], np.float32) for s in sums], [3, 3, 4], [0, 1, 2, 3], 64)
-    mean, _, _ = run(case, random.Random(0))
-    naive = np.mean([samples[:3].mean(), samples[3:6].mean(), samples[6:].mean()])
-    assert mean[0] == samples.mean() == 4.5
-    assert naive != pytest.approx(4.5, abs=1e-3)
-
-
-def test_half_precision_sums_do_not_overflow():
-    case = Case([np.array([40000], np.float32)] * 3, [1, 1, 1], [0, 1, 2, 3], 64)
-    mean, _, _ = run(case, random.Random(0))
-    assert mean[0] == 40000
-    with np.errstate(over="ignore"):
-        assert np.isinf(np.float16(40000) + np.float16(40000)), "the naive half-precision sum"
 
 
 def test_negative_zero_survives_a_weightless_neighbour():

@@ -770,7 +770,7 @@ class BlockGradientBegin(_message.Message):
     block_index: _builtins.int
     """Which block, counted from 0. Zero is a valid block."""
     num_blocks: _builtins.int
-    """Transformer blocks of the model."""
+    """Transformer blocks of the model. Zero means not said."""
     @_builtins.property
     def round(self) -> Global___RoundBegin:
         """Lease, tensor and weights. The tensor has nine component sizes: q, k, v, o, gate, up, down, input norm,

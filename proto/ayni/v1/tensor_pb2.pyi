@@ -124,6 +124,7 @@ class Chunk(_message.Message):
     OFFSET_BYTES_FIELD_NUMBER: _builtins.int
     PART_FIELD_NUMBER: _builtins.int
     CRC32_FIELD_NUMBER: _builtins.int
+    PADDING_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
     offset_bytes: _builtins.int
     """Position of the first byte, equal to the number of bytes sent before in this stream for the same part."""
@@ -131,6 +132,10 @@ class Chunk(_message.Message):
     """Which of several tensors in the stream this belongs to, counted from 0. Zero where there is one."""
     crc32: _builtins.int
     """CRC-32 (ISO-HDLC) of `data`; absent means not checked."""
+    padding: _builtins.bytes
+    """Ignored. A sender may fill up the bytes before `data`, so that `data` is aligned in the receiver's memory: sums
+    over unaligned numbers take half as long again.
+    """
     data: _builtins.bytes
     """The bytes, at most the chunk size that the receiver announced."""
     def __init__(
@@ -139,11 +144,12 @@ class Chunk(_message.Message):
         offset_bytes: _builtins.int = ...,
         part: _builtins.int = ...,
         crc32: _builtins.int | None = ...,
+        padding: _builtins.bytes = ...,
         data: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_crc32", b"_crc32", "crc32", b"crc32"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_crc32", b"_crc32", "crc32", b"crc32", "data", b"data", "offset_bytes", b"offset_bytes", "part", b"part"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_crc32", b"_crc32", "crc32", b"crc32", "data", b"data", "offset_bytes", b"offset_bytes", "padding", b"padding", "part", b"part"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__crc32: _TypeAlias = _typing.Literal["crc32"]  # noqa: Y015
     _WhichOneofArgType__crc32: _TypeAlias = _typing.Literal["_crc32", b"_crc32"]  # noqa: Y015

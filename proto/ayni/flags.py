@@ -1,0 +1,205 @@
+"""One configuration from the command line, the environment and a file.  [shell]
+
+A field of a configuration class is written once: its name is the flag (`batch.samples`: --batch-samples) and the
+environment variable (AYNI_BATCH_SAMPLES), the text under it is the help. A flag wins over the environment, that over
+the file, and that over the default. An empty environment variable counts as unset.
+"""
+
+import argparse
+import ast
+import inspect
+import json
+import os
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, is_dataclass
+from datetime import timedelta
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, get_args, get_origin
+
+from ayni.plain_values import arms, parse_text
+from ayni.process import WRONG_USE, load_yaml
+from ayni.settings import Leaf, SettingsError, from_mapping, leaves, to_mapping
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
+
+_METAVARS = {int: "N", float: "X", timedelta: "DURATION", Path: "PATH", list: "A,B", tuple: "A,B", dict: "JSON"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resolved(Generic[T]):
+    """A configuration, and where each value of it came from."""
+
+    config: T
+    """The configuration."""
+    origins: dict[str, str]
+    """For each path: the flag, the environment variable, the file or "default"."""
+
+
+def read_command_line(
+    cls: type[T],
+    arguments: Sequence[str] | None = None,
+    *,
+    prog: str | None = None,
+    description: str | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> T:
+    """Returns the configuration that a process was started with.
+
+    Prints and exits where that is asked for (--help, --print-config: 0) or where it can't go on (wrong use: 2).
+    """
+    parser = argparse.ArgumentParser(prog, "%(prog)s [options]", description, allow_abbrev=False)
+    add_flags(parser, cls)
+    given = parser.parse_args(arguments)
+    try:
+        resolved = resolve(cls, given, environ)
+    except SettingsError as error:
+        parser.exit(WRONG_USE, "".join(f"{parser.prog}: {problem}\n" for problem in error.problems))
+    if given.print_config:
+        print(describe(resolved))
+        parser.exit(0)
+    return resolved.config
+
+
+def add_flags(parser: argparse.ArgumentParser, cls: "type[DataclassInstance]") -> None:
+    """Adds a flag for each value of a configuration class, and --config and --print-config."""
+    parser.add_argument("--config", metavar="FILE", help="YAML file with values (environment: AYNI_CONFIG)")
+    parser.add_argument("--print-config", action="store_true", help="print all values and their origins, then exit")
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for leaf in leaves(cls):
+        section = leaf.path.rpartition(".")[0]
+        if section not in groups:
+            groups[section] = parser.add_argument_group(section or "values")
+        groups[section].add_argument(_flag(leaf.path), dest=leaf.path, help=_help(leaf), **_action(leaf))
+
+
+def resolve(cls: type[T], given: argparse.Namespace, environ: Mapping[str, str]) -> Resolved[T]:
+    """Joins the flags that `add_flags` added, the environment and the file.
+
+    Raises:
+        SettingsError: all that is wrong, with paths and origins.
+    """
+    file = given.config or environ.get("AYNI_CONFIG") or None
+    values = load_yaml(Path(file)) if file else {}
+    origins = {leaf.path: _origin(leaf.path, values, given, environ, file) for leaf in leaves(cls)}
+    for leaf in leaves(cls):
+        if origins[leaf.path] == _flag(leaf.path):
+            _place(values, leaf.path, _from_flag(leaf, getattr(given, leaf.path)))
+        elif origins[leaf.path] == _variable(leaf.path):
+            _place(values, leaf.path, parse_text(leaf.annotation, environ[_variable(leaf.path)]))
+    try:
+        return Resolved(config=from_mapping(cls, values), origins=origins)
+    except SettingsError as error:
+        raise SettingsError(*(_located(problem, origins, file) for problem in error.problems)) from None
+
+
+def describe(resolved: "Resolved[Any]") -> str:
+    """Returns one line for each value: its path, the value and where it came from."""
+    plain = to_mapping(resolved.config)
+    lines = [
+        (path, json.dumps(_look_up(plain, path), default=str), origin) for path, origin in resolved.origins.items()
+    ]
+    width = max((len(path) + len(value) for path, value, _ in lines), default=0)
+    return "\n".join(f"{f'{path} = {value}':{width + 3}}  # {origin}" for path, value, origin in lines)
+
+
+@lru_cache(maxsize=64)
+def field_texts(cls: type) -> dict[str, str]:
+    """Returns the text literal under each field of a class, for the class and those that it extends."""
+    texts: dict[str, str] = {}
+    for owner in reversed(cls.__mro__):
+        if is_dataclass(owner):
+            texts |= _own_texts(owner)
+    return texts
+
+
+def _own_texts(cls: type) -> dict[str, str]:
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    except (OSError, TypeError):
+        return {}
+    assert isinstance(tree, ast.ClassDef)
+    texts = {}
+    for field, below in zip(tree.body, tree.body[1:], strict=False):
+        if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
+            continue
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str):
+            texts[field.target.id] = " ".join(below.value.value.split())
+    return texts
+
+
+def _flag(path: str) -> str:
+    return "--" + path.replace(".", "-").replace("_", "-")
+
+
+def _variable(path: str) -> str:
+    return "AYNI_" + path.replace(".", "_").upper()
+
+
+def _kind(leaf: Leaf) -> Any:
+    kind = next(arm for arm in arms(leaf.annotation) if arm is not type(None))
+    return get_origin(kind) or kind
+
+
+def _action(leaf: Leaf) -> dict[str, Any]:
+    kind = _kind(leaf)
+    if kind is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if kind is Literal:
+        return {"choices": get_args(leaf.annotation)}
+    return {"action": "append" if kind in (list, tuple) else "store", "metavar": _METAVARS.get(kind, "TEXT")}
+
+
+def _help(leaf: Leaf) -> str:
+    return f"{field_texts(leaf.owner).get(leaf.name, '')} ({_shown_default(leaf)})".replace("%", "%%").strip()
+
+
+def _shown_default(leaf: Leaf) -> str:
+    if leaf.default is MISSING:
+        return "required"
+    if leaf.default is None or leaf.default in ("", [], {}):
+        return "default: none"
+    shown = f"{leaf.default:g}s" if _kind(leaf) is timedelta else leaf.default
+    return f"default: {shown if isinstance(shown, str) else json.dumps(shown)}"
+
+
+def _origin(
+    path: str, values: Mapping[str, object], given: argparse.Namespace, environ: Mapping[str, str], file: str | None
+) -> str:
+    if getattr(given, path) is not None:
+        return _flag(path)
+    if environ.get(_variable(path)):
+        return _variable(path)
+    return str(file) if _look_up(values, path) is not MISSING else "default"
+
+
+def _from_flag(leaf: Leaf, value: Any) -> object:
+    if isinstance(value, bool):
+        return value
+    return parse_text(leaf.annotation, ",".join(value) if isinstance(value, list) else value)
+
+
+def _look_up(values: object, path: str) -> object:
+    for name in path.split("."):
+        if not isinstance(values, Mapping) or name not in values:
+            return MISSING
+        values = values[name]
+    return values
+
+
+def _place(values: dict[str, Any], path: str, value: object) -> None:
+    *sections, name = path.split(".")
+    for section in sections:
+        if not isinstance(values.get(section), dict):
+            values[section] = {}
+        values = values[section]
+    values[name] = value
+
+
+def _located(problem: str, origins: Mapping[str, str], file: str | None) -> str:
+    origin = origins.get(problem.partition(" ")[0], file or "default")
+    return problem if origin == "default" else f"{problem} [{origin}]"

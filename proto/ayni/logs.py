@@ -1,0 +1,142 @@
+"""Log lines for people or machines, with context and without secrets.  [shell]
+
+One event is one line on standard error. Worker, rank, epoch, step and bucket come from `log_context`, so that no call
+site passes them. Text that was registered as secret never leaves through a log, whatever part of the event holds it.
+"""
+
+import json
+import logging
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from types import MappingProxyType
+
+FORMATS = ("text", "json")
+FIELDS = ("worker", "rank", "epoch", "step", "bucket")
+"""Names that `log_context` takes."""
+
+_context: ContextVar[Mapping[str, object]] = ContextVar("ayni_log_context", default=MappingProxyType({}))
+_secrets: set[str] = set()
+_REDACTED = "[redacted]"
+
+
+def configure(log_format: str = "text", level: str = "INFO") -> None:
+    """Sets up logging for the process. For `__main__` only; a second call replaces the first one's set-up.
+
+    Raises:
+        ValueError: the format or the level is unknown.
+    """
+    if log_format not in FORMATS:
+        raise ValueError(f"log_format is {log_format!r}; it must be one of {', '.join(FORMATS)}")
+    if level.upper() not in logging.getLevelNamesMapping():
+        raise ValueError(f"log_level is {level!r}; it must be one of DEBUG, INFO, WARNING, ERROR")
+    root = logging.getLogger()
+    for handler in [handler for handler in root.handlers if isinstance(handler.formatter, _Formatter)]:
+        root.removeHandler(handler)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_JsonFormatter() if log_format == "json" else _TextFormatter())
+    root.addHandler(handler)
+    root.setLevel(level.upper())
+    logging.getLogger("asyncio").setLevel(logging.WARNING)
+    logging.captureWarnings(True)
+
+
+@contextmanager
+def log_context(**fields: object) -> Iterator[None]:
+    """Adds fields to every event that this task or thread logs inside the block.
+
+    Raises:
+        ValueError: a name is not one of FIELDS.
+    """
+    if unknown := sorted(fields.keys() - set(FIELDS)):
+        raise ValueError(f"log context {', '.join(unknown)} is unknown; known: {', '.join(FIELDS)}")
+    before = _context.get()
+    _context.set({**before, **fields})
+    try:
+        yield
+    finally:
+        _context.set(before)
+
+
+def register_secret(text: str) -> None:
+    """Keeps a text out of all logs from now on."""
+    if text:
+        _secrets.add(text)
+
+
+class ChangeLogger:
+    """Logs a sentence only when it differs from the last one about the same thing."""
+
+    def __init__(self, logger: logging.Logger, level: int = logging.INFO) -> None:
+        """Starts with nothing logged."""
+        self._logger = logger
+        self._level = level
+        self._last: dict[str, str] = {}
+
+    def log_if_changed(self, key: str, sentence: str) -> bool:
+        """Logs the sentence unless it is the last one logged for `key`; returns whether it was logged."""
+        if self._last.get(key) == sentence:
+            return False
+        self._last[key] = sentence
+        self._logger.log(self._level, "%s", sentence, stacklevel=2)
+        return True
+
+    def forget(self, key: str) -> None:
+        """Makes the next sentence for `key` new."""
+        self._last.pop(key, None)
+
+
+class _Formatter(logging.Formatter):
+    """What both formats share."""
+
+    def message(self, record: logging.LogRecord) -> str:
+        """Returns the event's sentence without secrets."""
+        return _redact(record.getMessage())
+
+    def traceback(self, record: logging.LogRecord) -> str:
+        """Returns the traceback without secrets; empty when there is none."""
+        return _redact(self.formatException(record.exc_info)) if record.exc_info else ""
+
+    def context(self) -> dict[str, object]:
+        """Returns the context's fields, in the order of FIELDS, without secrets."""
+        context = _context.get()
+        plain = {name: context[name] for name in FIELDS if context.get(name) is not None}
+        return {name: value if isinstance(value, int | float) else _redact(str(value)) for name, value in plain.items()}
+
+
+class _TextFormatter(_Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        context = "".join(f" {name}={_one_line(str(value))}" for name, value in self.context().items())
+        traceback = self.traceback(record)
+        line = f"{_time(record)} {record.levelname} {record.name}: {_one_line(self.message(record))}{context}"
+        return f"{line}\n{traceback}" if traceback else line
+
+
+class _JsonFormatter(_Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        event = {
+            "time": _time(record),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": self.message(record),
+            **self.context(),
+        }
+        if traceback := self.traceback(record):
+            event["traceback"] = traceback
+        return json.dumps(event)
+
+
+def _redact(text: str) -> str:
+    for secret in _secrets:
+        text = text.replace(secret, _REDACTED)
+    return text
+
+
+def _one_line(text: str) -> str:
+    return text.replace("\r", "\\r").replace("\n", "\\n")
+
+
+def _time(record: logging.LogRecord) -> str:
+    return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -1,0 +1,114 @@
+"""Runs one case with real processes: a coordinator, and workers of unequal speed that join over gRPC.
+
+Workers are forked from a server process that has loaded torch, which saves each of them some seconds.
+"""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.support.coordinator import TOKEN, CoordinatorProcess, coordinator
+from tests.support.equality_cases import Case, files_of
+from tests.support.equality_worker import WorkerJob
+from tests.support.equality_worker import main as worker_main
+
+RUN_TIMEOUT_S = 150.0
+
+
+class RunFailed(Exception):
+    """A process of a run failed; says which and what it logged."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerRecord:
+    """What one worker saw of a run."""
+
+    name: str
+    steps: list[dict[str, Any]]
+    evaluation_loss: float
+    arrays: dict[str, np.ndarray]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One finished run."""
+
+    num_workers: int
+    workers: list[WorkerRecord]
+    wall_s: float
+
+    @property
+    def shares(self) -> list[list[int]]:
+        """Returns how many micro-batches each rank had, for each step."""
+        steps = range(len(self.workers[0].steps))
+        by_rank = [
+            sorted((w.steps[step]["rank"], w.steps[step]["microbatches"]) for w in self.workers) for step in steps
+        ]
+        return [[stop - start for _, (start, stop) in step] for step in by_rank]
+
+
+def run_case(context: ForkServerContext, case: Case, num_workers: int, num_steps: int, folder: Path) -> Run:
+    """Runs a case to its end.
+
+    Raises:
+        RunFailed: a process failed or hung.
+    """
+    began = time.monotonic()
+    folder.mkdir(parents=True)
+    with coordinator(folder, case.run_for(num_workers, num_steps)) as server:
+        jobs = [_job(case, server, folder, number) for number in range(num_workers)]
+        processes = [context.Process(target=worker_main, args=(job,), name=job.name, daemon=True) for job in jobs]
+        for process in processes:
+            process.start()
+        _wait(server, processes, jobs, began + RUN_TIMEOUT_S)
+    records = [_read(job.record) for job in jobs]
+    return Run(num_workers=num_workers, workers=records, wall_s=time.monotonic() - began)
+
+
+def _job(case: Case, server: CoordinatorProcess, folder: Path, number: int) -> WorkerJob:
+    return WorkerJob(
+        address=server.address,
+        token=TOKEN,
+        name=f"worker-{number}",
+        files=files_of(case),
+        extra_forwards=case.extra_forwards[number % len(case.extra_forwards)],
+        record=folder / f"worker-{number}",
+    )
+
+
+def _wait(
+    server: CoordinatorProcess, processes: Sequence[ForkServerProcess], jobs: Sequence[WorkerJob], deadline: float
+) -> None:
+    """Waits for all workers and the coordinator to end well; ends the workers when one fails or hangs."""
+    try:
+        for process, job in zip(processes, jobs, strict=True):
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.exitcode != 0:
+                raise RunFailed(_why(server, process, job))
+        code = server.process.wait(max(1.0, deadline - time.monotonic()))
+        if code:
+            raise RunFailed(f"the coordinator ended with {code}:\n{server.read_log()}")
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+
+
+def _why(server: CoordinatorProcess, process: ForkServerProcess, job: WorkerJob) -> str:
+    log = job.record.with_suffix(".log")
+    said = log.read_text() if log.exists() else "(it said nothing)"
+    how = "hangs" if process.exitcode is None else f"ended with {process.exitcode}"
+    return f"{process.name} {how}:\n{said}\nthe coordinator logged:\n{server.read_log()}"
+
+
+def _read(path: Path) -> WorkerRecord:
+    content = json.loads(path.with_suffix(".json").read_text())
+    with np.load(path.with_suffix(".npz"), allow_pickle=False) as arrays:
+        return WorkerRecord(**content, arrays={name: arrays[name] for name in arrays.files})

@@ -1,0 +1,33 @@
+"""python -m worker_agent: joins a run and trains until it is over.  [shell]
+
+Exit codes: 0 the run is finished, 1 failed or interrupted, 2 wrong use, 75 the coordinator could not be reached (a
+supervisor may try again).
+"""
+
+import sys
+from collections.abc import Sequence
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns the exit code."""
+    from ayni import logs
+    from ayni.flags import read_command_line
+    from ayni.process import exit_code_of
+    from worker_agent.config import WorkerConfig
+
+    config = read_command_line(WorkerConfig, arguments, prog="python -m worker_agent", description=__doc__)
+    logs.configure(config.log_format, config.log_level.upper())
+
+    def work() -> int:
+        # Not before the flags are read: gRPC and torch take their time.
+        from ayni.rpc import tune_allocator
+        from worker_agent.agent import Agent
+
+        tune_allocator()
+        return Agent(config).run()
+
+    return exit_code_of(work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

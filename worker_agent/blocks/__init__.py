@@ -1,0 +1,1 @@
+"""Layouts, tiers and transfers of blocks. Knows bytes, not training."""

@@ -1,0 +1,96 @@
+"""The one place where threads meet the event loop.  [shell]
+
+Training runs on ordinary threads; gRPC runs on an event loop. One background thread of the process runs the loop, for
+every client and server in it: grpc.aio wakes all loops of a process for each other's events, so one is best. A thread
+enters the loop with `submit` (returns at once) or `wait` (returns the result, or says what it waited for in vain).
+"""
+
+import asyncio
+import atexit
+import threading
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from concurrent.futures import Future
+from functools import lru_cache
+from typing import Any, TypeVar
+
+from ayni.errors import Deadline
+
+T = TypeVar("T")
+
+_STOP_SECONDS = 5.0
+
+_END: Any = object()
+
+
+class Bridge:
+    """A background thread that runs an event loop."""
+
+    def __init__(self, name: str = "ayni-network") -> None:
+        """Starts the thread."""
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
+        """Starts a coroutine on the loop and returns at once."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def call_soon(self, function: Callable[..., object], *arguments: object) -> None:
+        """Calls a plain function on the loop, soon. May be called from a signal handler."""
+        self._loop.call_soon_threadsafe(function, *arguments)
+
+    def wait(self, coroutine: Coroutine[Any, Any, T], timeout: float, what: str) -> T:
+        """Runs a coroutine on the loop and returns its result.
+
+        Args:
+            coroutine: what to run.
+            timeout: seconds.
+            what: what is waited for, as it completes "waited 5 s for ...".
+
+        Raises:
+            Deadline: it took longer; the coroutine is cancelled.
+        """
+        return wait(self.submit(coroutine), timeout, what)
+
+    def iterate(self, source: AsyncGenerator[T], timeout: float, what: str) -> Generator[T]:
+        """Yields what an asynchronous generator yields; `timeout` holds for each item.
+
+        Raises:
+            Deadline: an item took longer.
+        """
+        try:
+            while (item := self.wait(anext(source, _END), timeout, what)) is not _END:
+                yield item
+        finally:
+            self.wait(source.aclose(), _STOP_SECONDS, f"the end of {what}")
+
+    def stop(self) -> None:
+        """Stops the loop and its thread. Tasks that still run are abandoned."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_STOP_SECONDS)
+
+
+def wait(future: "Future[T]", timeout: float, what: str) -> T:
+    """Returns a future's result.
+
+    Raises:
+        Deadline: there is none after `timeout` seconds; the future is cancelled.
+    """
+    try:
+        return future.result(timeout)
+    except TimeoutError:
+        if future.done():
+            return future.result()
+        future.cancel()
+        raise Deadline(f"waited {timeout:g} s in vain for {what}", waiting_for=what, timeout=timeout) from None
+    except BaseException:
+        future.cancel()
+        raise
+
+
+@lru_cache(maxsize=1)
+def shared() -> Bridge:
+    """Returns the bridge of this process; the first call starts it, the end of the process stops it."""
+    bridge = Bridge()
+    atexit.register(bridge.stop)
+    return bridge

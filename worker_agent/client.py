@@ -1,0 +1,286 @@
+"""Membership in a run, for ordinary threads: `WorkerClient`.  [shell]
+
+A synchronous, thread-safe face. It implements `worker_agent.session.Session` for the training loop in tree, and the
+seed's calls (`worker_agent.seed_calls`) for a loop of your own. The network runs on the bridge's thread.
+"""
+
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from ayni.buckets import Bucket
+from ayni.channels import open_channel
+from ayni.endpoints import ClientTls, Keepalive
+from ayni.errors import AyniError
+from ayni.tensors import TensorSpec
+from worker_agent import bridge, contributions, messages
+from worker_agent.contact import first_contact
+from worker_agent.contributions import Offer
+from worker_agent.coordinator import Coordinator
+from worker_agent.exchange import Contribution, Traffic
+from worker_agent.faults import Interrupted
+from worker_agent.member import Member
+from worker_agent.messages import JoinFacts, Shutdown
+from worker_agent.seed_calls import SeedCalls
+from worker_agent.session import Commit, MicrobatchStats, ShardAssignment, StepTimes, Vector
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_GRACE = timedelta(seconds=15)
+"""How much longer a thread waits than the loop, whose own deadline says more."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClientConfig:
+    """How a worker joins a run."""
+
+    coordinator: str
+    """Address of the coordinator, host:port."""
+    token: str = field(repr=False)
+    """The run's join token."""
+    run_id: str = ""
+    """Run to join; empty for whichever the coordinator has."""
+    worker_name: str = ""
+    """Name among the run's workers; empty for host name and process id."""
+    tls: ClientTls = field(default_factory=ClientTls)
+    """Whom to trust. Without an authority the connection is in clear, which only loopback allows."""
+    insecure: bool = False
+    """Speak in clear although others may read along."""
+    keepalive: Keepalive = field(default_factory=Keepalive)
+    """When a silent coordinator is taken for dead."""
+    wire_types: tuple[str, ...] = ("float32", "bfloat16", "float16")
+    """Element types that gradients may travel in; the run decides."""
+    connect_timeout: timedelta = timedelta(seconds=60)
+    """How long to try to reach the coordinator."""
+    exchange_timeout: timedelta = timedelta(minutes=40)
+    """Longest time for one bucket or one commit. Longer than the coordinator's own limit for a step, so that its
+    verdict, which names the culprit, comes first."""
+    shard_timeout: timedelta = timedelta(hours=24)
+    """Longest wait for an assignment, which includes waiting for other workers to join."""
+    device_names: tuple[str, ...] = ()
+    """Names of the accelerators, for status."""
+    worker_address: str = ""
+    """Where this worker's own service listens; empty when nobody can dial it."""
+    task_fingerprint: str = ""
+    """Hash of the model and its trainable parameters; empty for not checked."""
+    task_summary: str = ""
+    """What the fingerprint stands for, in words."""
+    dataset_fingerprint: str = ""
+    """Hash of the training data; empty for not checked."""
+    dataset_summary: str = ""
+    """What the fingerprint stands for, in words."""
+    num_training_samples: int = 0
+    """Samples in the training data; 0 for not said."""
+    num_evaluation_samples: int = 0
+    """Samples in the held-out data."""
+    num_blocks: int = 0
+    """Transformer blocks of the model, for `contribute` with a block's bucket."""
+    completed_steps: int = 0
+    """Updates that the parameters have had."""
+    parameters_sha256: str = ""
+    """Hash of the trainable parameters; empty for not checked."""
+
+
+class WorkerClient(SeedCalls):
+    """One worker's membership in a run. Leaves when it is closed."""
+
+    def __init__(self, config: ClientConfig, network: bridge.Bridge, member: Member) -> None:
+        """For `connect`."""
+        super().__init__()
+        self._config = config
+        self._bridge = network
+        self._member = member
+        self._closed = False
+
+    @classmethod
+    def connect(cls, config: ClientConfig, gpu_count: int, backend: str) -> Self:
+        """Joins a run.
+
+        Args:
+            config: where and as whom.
+            gpu_count: accelerators of this worker; 0 with backend "cpu".
+            backend: "cuda", "wgpu" or "cpu".
+
+        Raises:
+            AyniError: the coordinator refused (`TokenRefused`, `Incompatible`, `IdentityTaken`, ...).
+            CoordinatorUnreachable: it did not answer in time.
+            SettingsError: the address or the TLS files are wrong.
+        """
+        network = bridge.shared()
+        joining = _join(config, gpu_count, backend)
+        member = network.wait(joining, _seconds(config.connect_timeout), f"Join at {config.coordinator}")
+        return cls(config, network, member)
+
+    @property
+    def worker_id(self) -> int:
+        """Number of this worker in the run."""
+        return self._member.membership.worker_id
+
+    @property
+    def total_workers(self) -> int:
+        """Workers in the current epoch; before the first, workers that the run waits for."""
+        taken = self._member.taken
+        return taken.world_size if taken else self._member.membership.total_workers
+
+    @property
+    def wire_type(self) -> str:
+        """Element type that gradients travel in."""
+        return self._member.membership.wire_type
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes of gradient frames so far."""
+        return self._member.traffic
+
+    @property
+    def finished(self) -> bool:
+        """Whether the coordinator has said that the run reached its last step."""
+        ending = self._member.news.ending
+        return isinstance(ending, Shutdown) and ending.finished
+
+    def contribute(
+        self,
+        assignment: ShardAssignment,
+        bucket: Bucket,
+        parts: Sequence[Vector | None],
+        microbatches: Sequence[MicrobatchStats],
+        *,
+        out: Vector,
+        component_sizes: Sequence[int] = (),
+    ) -> "Future[Vector]":
+        """Starts one bucket's reduction; see `Session.contribute`."""
+        offer = Offer(
+            assignment=assignment,
+            bucket=bucket,
+            parts=tuple(parts),
+            microbatches=tuple(microbatches),
+            out=out,
+            component_sizes=tuple(component_sizes),
+            num_blocks=self._config.num_blocks,
+        )
+        return self._contribute(offer)
+
+    def commit(
+        self,
+        assignment: ShardAssignment,
+        *,
+        num_buckets: int,
+        microbatches: Sequence[MicrobatchStats],
+        parameters_sha256: str = "",
+        times: StepTimes = StepTimes(),
+    ) -> Commit:
+        """Waits for the lease's contributions and the step's commit; see `Session.commit`."""
+        work = self._member.commit(assignment, num_buckets, microbatches, parameters_sha256, times)
+        return self._wait(self._submit(work), f"the commit of step {assignment.step}")
+
+    def report(self, activity: str) -> None:
+        """Says what the worker is doing; travels with the next heartbeat."""
+        self._member.activity = activity
+
+    def interrupt(self, reason: str) -> None:
+        """Makes every wait, now and from now on, raise `Interrupted`. May be called from a signal handler."""
+        self._bridge.call_soon(self._member.fail, Interrupted(reason))
+
+    def close(self, reason: str = "done", parameters_sha256: str = "") -> None:
+        """Commits what is owed, leaves the run and ends the connection. A second call does nothing.
+
+        Args:
+            reason: for the coordinator's log.
+            parameters_sha256: hash of the parameters after the last step; empty for unknown.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if self._step and self._commit_future:
+                self.commit_step()
+        except (AyniError, ConnectionError) as error:
+            _log.warning("the last step was not committed: %s", error)
+        finally:
+            leaving = self._member.leave(reason, parameters_sha256)
+            self._bridge.wait(leaving, _GRACE.total_seconds(), "the goodbye to the coordinator")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._step = self._commit_future = None
+        self.close("done" if error is None else f"failed: {type(error).__name__}: {error}")
+
+    def _next_shard(self) -> ShardAssignment | None:
+        waiting = self._member.next_assignment(self._config.shard_timeout)
+        return self._bridge.wait(waiting, _seconds(self._config.shard_timeout), "an assignment")
+
+    def _contribute(self, offer: Offer) -> "Future[Vector]":
+        contributions.check(offer)
+        spec = TensorSpec(dtype=self.wire_type, num_elements=offer.out.size, component_sizes=offer.component_sizes)
+        return self._submit(_mean(self._member, offer, spec))
+
+    def _start_commit(
+        self, assignment: ShardAssignment, num_buckets: int, microbatches: Sequence[MicrobatchStats]
+    ) -> "Future[Commit]":
+        return self._submit(self._member.commit(assignment, num_buckets, microbatches, "", StepTimes()))
+
+    def _submit(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
+        return self._bridge.submit(work)
+
+    def _wait(self, future: "Future[T]", what: str) -> T:
+        return bridge.wait(future, _seconds(self._config.exchange_timeout), what)
+
+
+async def _join(config: ClientConfig, gpu_count: int, backend: str) -> Member:
+    channel = open_channel(config.coordinator, config.token, config.tls, config.insecure, keepalive=config.keepalive)
+    coordinator = Coordinator(channel, config.coordinator)
+    try:
+        facts = _facts(config, gpu_count, backend)
+        membership = await first_contact(
+            lambda within: coordinator.join(facts, within), config.coordinator, config.connect_timeout
+        )
+    except BaseException:
+        await coordinator.close()
+        raise
+    member = Member(coordinator, membership, config.exchange_timeout)
+    member.start(config.completed_steps, config.parameters_sha256)
+    return member
+
+
+async def _mean(member: Member, offer: Offer, spec: TensorSpec) -> Vector:
+    begin = messages.begin_frame(member.membership.worker_id, offer, spec)
+    contribution = Contribution(name=offer.name, begin=begin, spec=spec, parts=offer.parts, out=offer.out)
+    await member.contribute(offer.assignment, offer.bucket, contribution)
+    return offer.out
+
+
+def _facts(config: ClientConfig, gpu_count: int, backend: str) -> JoinFacts:
+    return JoinFacts(
+        worker_name=config.worker_name or f"{socket.gethostname()}-{os.getpid()}",
+        join_nonce=secrets.token_hex(16),
+        backend=backend,
+        gpu_count=gpu_count,
+        run_id=config.run_id,
+        device_names=config.device_names,
+        worker_address=config.worker_address,
+        wire_types=config.wire_types,
+        task_fingerprint=config.task_fingerprint,
+        task_summary=config.task_summary,
+        dataset_fingerprint=config.dataset_fingerprint,
+        dataset_summary=config.dataset_summary,
+        num_training_samples=config.num_training_samples,
+        num_evaluation_samples=config.num_evaluation_samples,
+    )
+
+
+def _seconds(limit: timedelta) -> float:
+    return (limit + _GRACE).total_seconds()

@@ -1,0 +1,75 @@
+"""What a worker is told when it is started.  [core]"""
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+from ayni.endpoints import ClientTls, ServerTls
+
+_NAMES = {
+    "backend": ("auto", "cuda", "wgpu", "cpu"),
+    "precision": ("float32", "bfloat16"),
+    "log_format": ("text", "json"),
+    "log_level": ("debug", "info", "warning", "error"),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerConfig:
+    """How a worker finds its run, computes and reports."""
+
+    coordinator: str
+    """Address of the coordinator, host:port."""
+    token_file: Path | None = None
+    """File with the run's join token. AYNI_TOKEN in the environment does as well."""
+    run_id: str = ""
+    """Run to join. Empty: whichever the coordinator has."""
+    name: str = ""
+    """Name among the run's workers. Empty: host name and process id."""
+    backend: str = "auto"
+    """Where to compute: auto (cuda, wgpu, cpu, the first that is there), cuda, wgpu or cpu."""
+    precision: str = "float32"
+    """float32, or bfloat16 for autocast where the device has it. Choose the same on all workers."""
+    threads: int = 1
+    """Threads of torch's own arithmetic on the CPU."""
+    cache_dir: Path = Path("~/.cache/ayni")
+    """Folder that keeps the runs' files between runs; workers of one machine share it."""
+    output_dir: Path | None = None
+    """Folder for metrics and, on rank 0, checkpoints. Empty: ayni-output/RUN_ID/NAME."""
+    checkpoint_every: int = 0
+    """Steps between checkpoints "last". 0: only at the end. The best evaluation is always kept."""
+    tensorboard: bool = True
+    """Write TensorBoard scalars beside the metrics, where the package is installed."""
+    listen: str = "127.0.0.1:0"
+    """Where this worker's own service listens, host:port; port 0 picks one and prints it."""
+    tls: ClientTls = field(default_factory=ClientTls)
+    """TLS towards the coordinator."""
+    server_tls: ServerTls = field(default_factory=ServerTls)
+    """TLS of this worker's own service."""
+    insecure: bool = False
+    """Speak in clear with other addresses than loopback: token and gradients can be read on the way."""
+    connect_timeout: timedelta = timedelta(seconds=60)
+    """How long to try to reach the coordinator before giving up with exit code 75."""
+    exchange_timeout: timedelta = timedelta(minutes=40)
+    """Longest time for one bucket or one commit; longer than the coordinator's limit for a step."""
+    fetch_timeout: timedelta = timedelta(minutes=2)
+    """Longest silence while a file of the run is fetched."""
+    cache_timeout: timedelta = timedelta(minutes=30)
+    """Longest wait for another process of this machine that fetches the same file."""
+    log_format: str = "text"
+    """text for people (with a live line in a terminal) or json for machines."""
+    log_level: str = "info"
+    """debug, info, warning or error."""
+
+    def __post_init__(self) -> None:
+        """Checks names and ranges."""
+        for name, allowed in _NAMES.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(allowed)}")
+        if self.threads < 1 or self.checkpoint_every < 0:
+            raise ValueError("threads must be at least 1 and checkpoint_every at least 0")
+        if len(self.name.encode()) > 128:
+            raise ValueError("name is longer than 128 bytes")
+        for name in ("connect_timeout", "exchange_timeout", "fetch_timeout", "cache_timeout"):
+            if getattr(self, name) <= timedelta(0):
+                raise ValueError(f"{name} must be longer than 0 s")

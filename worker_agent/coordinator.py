@@ -1,0 +1,134 @@
+"""Client of CoordinatorService: one method for each call a worker makes.  [shell]
+
+Every method runs on the event loop. A refusal is raised as its own class (`ayni.errors`), a broken transport as
+`TransportBroken`; nothing is retried here.
+"""
+
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+from grpc import aio
+
+from ayni import PROTOCOL_VERSION, rpc
+from ayni.buckets import Bucket
+from ayni.channels import HeaderChannel
+from ayni.v1 import coordinator_pb2 as pb
+from ayni.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+from worker_agent import messages
+from worker_agent.exchange import Stream
+from worker_agent.faults import TransportBroken
+from worker_agent.messages import JoinFacts, Membership, Run, Shutdown, Waiting
+from worker_agent.session import Commit, MicrobatchStats, ShardAssignment, StepTimes
+
+_METHODS = {"flat": "Gradient", "block": "BlockGradient", "non_block": "NonBlockGradient"}
+
+SERVICE = pb.DESCRIPTOR.services_by_name["CoordinatorService"].full_name
+
+
+class Coordinator:
+    """The coordinator, as a worker sees it."""
+
+    def __init__(self, channel: HeaderChannel, address: str) -> None:
+        """Uses a channel that carries the join token; after Join it carries the session too."""
+        self.address = address
+        self._channel = channel
+        self._stub = CoordinatorServiceStub(channel)
+        self._streams = {kind: channel.stream_stream(f"/{SERVICE}/{name}") for kind, name in _METHODS.items()}
+        self.worker_id = -1
+
+    async def close(self) -> None:
+        """Ends the connection."""
+        await self._channel.close()
+
+    async def get_run(self, run_id: str, within: timedelta) -> Run:
+        """Asks what the run is."""
+        with translated("GetRun", self.address):
+            request = pb.GetRunRequest(run_id=run_id)
+            return messages.run(await self._stub.GetRun(request, timeout=within.total_seconds()))
+
+    async def join(self, facts: JoinFacts, within: timedelta) -> Membership:
+        """Becomes a member; later calls are made as this member."""
+        request = messages.join_request(facts, PROTOCOL_VERSION)
+        with translated("Join", self.address):
+            membership = messages.membership(await self._stub.Join(request, timeout=within.total_seconds()))
+        self._channel.headers["ayni-session"] = membership.session
+        self.worker_id = membership.worker_id
+        return membership
+
+    async def assignments(
+        self, completed_steps: int, parameters_sha256: str
+    ) -> AsyncGenerator[ShardAssignment | Waiting | Shutdown]:
+        """Yields what the coordinator says to this worker, as long as it is a member."""
+        request = pb.ShardAssignmentRequest(
+            worker_id=self.worker_id, completed_steps=completed_steps, parameters_sha256=parameters_sha256
+        )
+        call = self._stub.ShardAssignment(request)
+        with translated("ShardAssignment", self.address):
+            async for frame in call:
+                yield messages.assignment_frame(frame)
+
+    def reduction(self, bucket: Bucket) -> Stream:
+        """Opens the stream of one contribution to one reduction."""
+        call: Stream = self._streams[bucket.kind]()
+        return call
+
+    async def commit(
+        self,
+        assignment: ShardAssignment,
+        num_buckets: int,
+        microbatches: Sequence[MicrobatchStats],
+        parameters_sha256: str,
+        times: StepTimes,
+    ) -> Commit:
+        """Says that the lease is done and waits for the step's commit."""
+        request = messages.commit_request(
+            self.worker_id, assignment, num_buckets, microbatches, parameters_sha256, times
+        )
+        with translated("CommitStep", self.address):
+            return messages.commit(await self._stub.CommitStep(request))
+
+    async def heartbeat(self, epoch: int, step: int, activity: str, within: timedelta) -> None:
+        """Renews the lease of the membership."""
+        request = pb.HeartbeatRequest(worker_id=self.worker_id, epoch=epoch, step=step, activity=activity)
+        with translated("Heartbeat", self.address):
+            await self._stub.Heartbeat(request, timeout=within.total_seconds())
+
+    async def leave(self, reason: str, parameters_sha256: str, within: timedelta) -> None:
+        """Ends the membership."""
+        request = pb.LeaveRequest(worker_id=self.worker_id, reason=reason, parameters_sha256=parameters_sha256)
+        with translated("Leave", self.address):
+            await self._stub.Leave(request, timeout=within.total_seconds())
+
+    async def fetch(self, sha256: str, offset_bytes: int) -> AsyncGenerator[tuple[int, bytes]]:
+        """Yields (offset, bytes) of a file of the run, from an offset on."""
+        call = self._stub.FetchArtifact(pb.FetchArtifactRequest(sha256=sha256, offset_bytes=offset_bytes))
+        try:
+            with translated("FetchArtifact", self.address):
+                async for frame in call:
+                    yield frame.chunk.offset_bytes, frame.chunk.data
+        finally:
+            call.cancel()
+
+
+@contextmanager
+def translated(call: str, address: str) -> Iterator[None]:
+    """Turns the errors of a call into ours.
+
+    Raises:
+        AyniError: the coordinator refused.
+        TransportBroken: nobody decided anything.
+    """
+    try:
+        yield
+    except aio.AioRpcError as error:
+        raise verdict(error, call, address) from error
+
+
+def verdict(error: aio.AioRpcError, call: str, address: str) -> Exception:
+    """Returns what the status of a call means: an AyniError or a TransportBroken."""
+    refusal = rpc.error_from(error)
+    if refusal is not None:
+        return refusal
+    code = error.code().name
+    return TransportBroken(f"{call} to the coordinator at {address} broke: {code}, {error.details()}", code)

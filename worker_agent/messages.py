@@ -1,0 +1,245 @@
+"""Generated messages to values and back.  [shell]
+
+The rest of the worker knows the values only.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+from google.protobuf.duration_pb2 import Duration
+
+from ayni.tensors import TensorSpec
+from ayni.v1 import coordinator_pb2 as pb
+from ayni.v1 import tensor_pb2
+from worker_agent.artifact_names import Artifact
+from worker_agent.contributions import Offer
+from worker_agent.session import Commit, MicrobatchStats, ShardAssignment, StepTimes
+
+_KINDS = {pb.STEP_KIND_TRAIN: "train", pb.STEP_KIND_EVALUATE: "evaluate"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """What GetRun says."""
+
+    run_id: str
+    config_json: str
+    artifacts: tuple[Artifact, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JoinFacts:
+    """What a worker says of itself when it joins."""
+
+    worker_name: str
+    join_nonce: str
+    backend: str
+    gpu_count: int
+    run_id: str = ""
+    device_names: tuple[str, ...] = ()
+    worker_address: str = ""
+    wire_types: tuple[str, ...] = ("float32", "bfloat16", "float16")
+    task_fingerprint: str = ""
+    task_summary: str = ""
+    dataset_fingerprint: str = ""
+    dataset_summary: str = ""
+    num_training_samples: int = 0
+    num_evaluation_samples: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Membership:
+    """What Join answers."""
+
+    worker_id: int
+    session: str
+    total_workers: int
+    run_id: str
+    lease: timedelta
+    heartbeat_interval: timedelta
+    wire_type: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Waiting:
+    """There is nothing to do yet."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shutdown:
+    """The run is over."""
+
+    reason: str
+    finished: bool
+
+
+def run(message: pb.GetRunResponse) -> Run:
+    """Converts an answer to GetRun."""
+    artifacts = (Artifact(name=a.name, sha256=a.sha256, size_bytes=a.size_bytes) for a in message.artifacts)
+    return Run(run_id=message.run_id, config_json=message.config_json, artifacts=tuple(artifacts))
+
+
+def join_request(facts: JoinFacts, protocol_version: int) -> pb.JoinRequest:
+    """Builds a JoinRequest."""
+    return pb.JoinRequest(
+        protocol_version=protocol_version,
+        run_id=facts.run_id,
+        worker_name=facts.worker_name,
+        join_nonce=facts.join_nonce,
+        task_fingerprint=facts.task_fingerprint,
+        dataset_fingerprint=facts.dataset_fingerprint,
+        wire_types=[dtype_value(name) for name in facts.wire_types],
+        gpu_count=facts.gpu_count,
+        backend=facts.backend,
+        device_names=facts.device_names,
+        worker_address=facts.worker_address,
+        task_summary=facts.task_summary,
+        dataset_summary=facts.dataset_summary,
+        num_training_samples=facts.num_training_samples,
+        num_evaluation_samples=facts.num_evaluation_samples,
+    )
+
+
+def membership(message: pb.JoinResponse) -> Membership:
+    """Converts an answer to Join."""
+    return Membership(
+        worker_id=message.worker_id,
+        session=message.session,
+        total_workers=message.total_workers,
+        run_id=message.run_id,
+        lease=message.lease.ToTimedelta(),
+        heartbeat_interval=message.heartbeat_interval.ToTimedelta(),
+        wire_type=dtype_name(message.wire_type),
+    )
+
+
+def assignment_frame(message: pb.ShardAssignmentResponse) -> ShardAssignment | Waiting | Shutdown:
+    """Converts one frame of the assignment stream."""
+    if message.HasField("assignment"):
+        return _assignment(message.assignment)
+    if message.HasField("shutdown"):
+        return Shutdown(reason=message.shutdown.reason, finished=message.shutdown.finished)
+    return Waiting(reason=message.waiting.reason)
+
+
+def _assignment(message: pb.Assignment) -> ShardAssignment:
+    return ShardAssignment(
+        step=message.step,
+        attempt=message.attempt,
+        epoch=message.epoch,
+        kind=_KINDS.get(message.kind, f"unknown kind {message.kind}"),
+        lease_id=message.lease_id,
+        microbatch_start=message.microbatch_start,
+        microbatch_stop=message.microbatch_stop,
+        num_microbatches=message.num_microbatches,
+        position=message.position,
+        num_samples=message.num_samples,
+        shard_start=message.shard_start,
+        shard_end=message.shard_stop,
+        rank=message.rank,
+        world_size=message.world_size,
+        update=message.update,
+    )
+
+
+def begin_frame(worker_id: int, offer: Offer, spec: TensorSpec) -> bytes:
+    """Returns the encoded first frame of a contribution."""
+    bucket, assignment = offer.bucket, offer.assignment
+    opening = pb.RoundBegin(
+        worker_id=worker_id,
+        epoch=assignment.epoch,
+        step=assignment.step,
+        attempt=assignment.attempt,
+        lease_id=assignment.lease_id,
+        tensor=tensor_pb2.TensorSpec(
+            dtype=dtype_value(spec.dtype), num_elements=spec.num_elements, component_sizes=spec.component_sizes
+        ),
+        microbatches=[_stats(stats) for stats in offer.microbatches],
+    )
+    if bucket.kind == "block":
+        block = pb.BlockGradientBegin(round=opening, block_index=bucket.index, num_blocks=offer.num_blocks)
+        return pb.BlockGradientRequest(begin=block).SerializeToString()
+    if bucket.kind == "non_block":
+        component = pb.NonBlockComponent.ValueType(bucket.index + 1)
+        non_block = pb.NonBlockGradientBegin(round=opening, component=component)
+        return pb.NonBlockGradientRequest(begin=non_block).SerializeToString()
+    return pb.GradientRequest(begin=pb.GradientBegin(round=opening)).SerializeToString()
+
+
+def commit_request(
+    worker_id: int,
+    assignment: ShardAssignment,
+    num_buckets: int,
+    microbatches: Iterable[MicrobatchStats],
+    parameters_sha256: str,
+    times: StepTimes,
+) -> pb.CommitStepRequest:
+    """Builds a CommitStepRequest."""
+    kinds: Mapping[str, pb.StepKind.ValueType] = {name: value for value, name in _KINDS.items()}
+    return pb.CommitStepRequest(
+        worker_id=worker_id,
+        epoch=assignment.epoch,
+        step=assignment.step,
+        attempt=assignment.attempt,
+        lease_id=assignment.lease_id,
+        kind=kinds[assignment.kind],
+        num_buckets=num_buckets,
+        microbatches=[_stats(stats) for stats in microbatches],
+        parameters_sha256=parameters_sha256,
+        times=_times(times),
+    )
+
+
+def commit(message: pb.CommitStepResponse) -> Commit:
+    """Converts an answer to CommitStep."""
+    return Commit(
+        step=message.step,
+        attempt=message.attempt,
+        total_weight=message.total_weight,
+        global_loss=message.global_loss,
+        gradient_norm=message.gradient_norm,
+        num_correct=message.num_correct,
+        num_predictions=message.num_predictions,
+        learning_rate=message.learning_rate,
+        clip_factor=message.clip_factor,
+        best=message.best,
+    )
+
+
+def dtype_value(name: str) -> tensor_pb2.DType.ValueType:
+    """Returns the DType of a name such as "float32"."""
+    return tensor_pb2.DType.Value(f"DTYPE_{name.upper()}")
+
+
+def dtype_name(value: tensor_pb2.DType.ValueType) -> str:
+    """Returns the name of a DType, such as "float32"."""
+    return tensor_pb2.DType.Name(value).removeprefix("DTYPE_").lower()
+
+
+def _stats(stats: MicrobatchStats) -> pb.MicrobatchStats:
+    return pb.MicrobatchStats(
+        microbatch=stats.microbatch,
+        weight=stats.weight,
+        loss_sum=stats.loss_sum,
+        num_correct=stats.num_correct,
+        num_predictions=stats.num_predictions,
+    )
+
+
+def _times(times: StepTimes) -> pb.StepTimes:
+    return pb.StepTimes(
+        compute=_duration(times.compute),
+        exchange=_duration(times.exchange),
+        commit_wait=_duration(times.commit_wait),
+        update=_duration(times.update),
+        data=_duration(times.data),
+    )
+
+
+def _duration(seconds: float) -> Duration:
+    result = Duration()
+    result.FromTimedelta(timedelta(seconds=seconds))
+    return result

@@ -1,0 +1,157 @@
+"""What a training loop sees of the run: assignments in, contributions out, commits back.  [core]
+
+`worker_agent.client.WorkerClient` implements `Session`; the training loop is given one and knows no network.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ayni import order
+from ayni.buckets import Bucket
+
+Vector = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardAssignment:
+    """A lease on the micro-batches [microbatch_start, microbatch_stop) of one attempt of one step."""
+
+    step: int
+    attempt: int
+    epoch: int
+    kind: str
+    """"train" or "evaluate"."""
+    lease_id: int
+    microbatch_start: int
+    microbatch_stop: int
+    num_microbatches: int
+    """Micro-batches of the whole step, over all workers."""
+    position: int
+    """First sample position of the whole step."""
+    num_samples: int
+    """Samples of the whole step, over all workers."""
+    shard_start: int
+    """First sample position of this worker's shard."""
+    shard_end: int
+    """One past the last sample position of this worker's shard."""
+    rank: int
+    world_size: int
+    update: str
+    """"host" or "device": where the optimizer step runs."""
+
+    @property
+    def microbatches(self) -> range:
+        """Indices of the leased micro-batches."""
+        return range(self.microbatch_start, self.microbatch_stop)
+
+    def positions(self, microbatch: int) -> tuple[int, int]:
+        """Returns the sample positions [start, stop) of a micro-batch."""
+        return order.microbatch_positions(self.position, self.num_samples, self.num_microbatches, microbatch)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MicrobatchStats:
+    """One micro-batch's part in a step."""
+
+    microbatch: int
+    weight: int
+    """Samples, or non-ignored tokens: what the summed loss and gradient are divided by, over all micro-batches."""
+    loss_sum: float | None = None
+    num_correct: int = 0
+    num_predictions: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTimes:
+    """Where a worker's time went in one step, in seconds."""
+
+    compute: float = 0.0
+    exchange: float = 0.0
+    commit_wait: float = 0.0
+    update: float = 0.0
+    data: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Commit:
+    """A committed step: the same values on every worker."""
+
+    step: int
+    attempt: int
+    total_weight: int
+    global_loss: float
+    gradient_norm: float
+    num_correct: int
+    num_predictions: int
+    learning_rate: float
+    clip_factor: float
+    best: bool
+
+
+class Session(Protocol):
+    """Membership in a run, as a training loop uses it. Thread-safe."""
+
+    @property
+    def worker_id(self) -> int:
+        """Number of this worker in the run."""
+
+    @property
+    def total_workers(self) -> int:
+        """Workers in the current epoch; before the first, workers that the run waits for."""
+
+    def receive_shard(self) -> ShardAssignment | None:
+        """Waits for the next lease; None when the run is over.
+
+        Raises:
+            AyniError: the coordinator refused (`Halted`, `Diverged`, ...).
+        """
+
+    def contribute(
+        self,
+        assignment: ShardAssignment,
+        bucket: Bucket,
+        parts: Sequence[Vector | None],
+        microbatches: Sequence[MicrobatchStats],
+        *,
+        out: Vector,
+        component_sizes: Sequence[int] = (),
+    ) -> "Future[Vector]":
+        """Starts one bucket's reduction and returns at once.
+
+        Args:
+            assignment: the lease.
+            bucket: which reduction of the step.
+            parts: one summed gradient per node of `ayni.tree.cover(microbatch_start, microbatch_stop,
+                num_microbatches)`, each shape [N], float32; None for a node of weight 0. Kept, not copied: the caller
+                must not change them before the future is done.
+            microbatches: the leased micro-batches, in order.
+            out: shape [N], float32; receives the weighted mean.
+            component_sizes: elements of each component; empty for one component.
+
+        Returns:
+            A future of `out`. It fails with `StepVoided` when the attempt is given up.
+        """
+
+    def commit(
+        self,
+        assignment: ShardAssignment,
+        *,
+        num_buckets: int,
+        microbatches: Sequence[MicrobatchStats],
+        parameters_sha256: str = "",
+        times: StepTimes = StepTimes(),
+    ) -> Commit:
+        """Says that the lease is done and waits for the step's commit.
+
+        Raises:
+            StepVoided: the attempt was given up; drop its results and call `receive_shard`.
+            AyniError: the coordinator refused.
+        """
+
+    def report(self, activity: str) -> None:
+        """Says what the worker is doing, one word for status: loading, computing, exchanging, updating, waiting."""

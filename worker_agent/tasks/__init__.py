@@ -1,0 +1,1 @@
+"""Tasks in tree; `worker_agent.training.load` finds them by name."""

@@ -1,0 +1,1 @@
+"""Training: knows torch, does not know gRPC."""

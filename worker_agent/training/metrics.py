@@ -1,0 +1,67 @@
+"""Writes events to a JSON-lines file and, where it is installed, to TensorBoard.  [shell]"""
+
+import json
+import logging
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from worker_agent.training.events import StepEvent
+
+log = logging.getLogger(__name__)
+
+
+class Metrics:
+    """One run's metrics on one worker."""
+
+    def __init__(self, folder: Path, *, tensorboard: bool = True) -> None:
+        """Appends to `folder`/metrics.jsonl; TensorBoard files go to `folder`/tensorboard."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = (folder / "metrics.jsonl").open("a", encoding="utf-8")
+        self._writer = _summary_writer(folder / "tensorboard") if tensorboard else None
+
+    def write(self, event: StepEvent) -> None:
+        """Writes one event; the line is complete when this returns."""
+        self._file.write(json.dumps(record(event)) + "\n")
+        self._file.flush()
+        if self._writer is not None:
+            for name, value in _scalars(event).items():
+                self._writer.add_scalar(name, value, event.step)
+
+    def close(self) -> None:
+        """Flushes and closes both."""
+        self._file.close()
+        if self._writer is not None:
+            self._writer.close()
+
+
+def record(event: StepEvent) -> dict[str, object]:
+    """Returns an event as plain values, one flat level but for the times and the task's own numbers; NaN is None."""
+    samples_per_s = event.total_samples / event.wall_s if event.wall_s > 0 else None
+    values = {**asdict(event), "accuracy": event.accuracy, "samples_per_s": samples_per_s}
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()
+    }
+
+
+def _scalars(event: StepEvent) -> dict[str, float]:
+    prefix = "train" if event.kind == "train" else "evaluation"
+    values: dict[str, float | None] = {"loss": event.loss, "accuracy": event.accuracy, **event.derived}
+    if event.kind == "train":
+        values |= {
+            "learning_rate": event.learning_rate,
+            "gradient_norm": event.gradient_norm,
+            "samples_per_s": event.total_samples / event.wall_s if event.wall_s > 0 else None,
+            **{f"{name}_s": value for name, value in asdict(event.times).items()},
+        }
+    return {f"{prefix}/{name}": value for name, value in values.items() if value is not None}
+
+
+def _summary_writer(folder: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        log.info("TensorBoard scalars are off: package tensorboard is not installed")
+        return None
+    return SummaryWriter(str(folder))
