@@ -1,11 +1,11 @@
-"""python -m worker_agent: joins a run and trains until it is over.  [shell]
-
-Exit codes: 0 the run is finished, 1 failed or interrupted, 2 wrong use, 75 the coordinator could not be reached (a
-supervisor may try again).
-"""
+"""python -m worker_agent: joins a run and trains until it is over.  [shell]"""
 
 import sys
 from collections.abc import Sequence
+
+DESCRIPTION = """Joins a run and trains until it is over. Model and data come from the coordinator. Exit codes: 0 the run
+is finished, 1 failed or interrupted, 2 wrong use, 75 the coordinator could not be reached (a supervisor may try
+again)."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -15,7 +15,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from ayni.process import exit_code_of
     from worker_agent.config import WorkerConfig
 
-    config = read_command_line(WorkerConfig, arguments, prog="python -m worker_agent", description=__doc__)
+    config = read_command_line(WorkerConfig, arguments, prog="python -m worker_agent", description=DESCRIPTION)
     logs.configure(config.log_format, config.log_level.upper())
 
     def work() -> int:

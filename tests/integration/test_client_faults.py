@@ -1,12 +1,9 @@
 """WorkerClient when a call, a stream or the whole coordinator breaks."""
 
 import asyncio
-import re
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,13 +12,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
 import pytest
 
 from ayni.buckets import FLAT, Bucket
 from ayni.endpoints import Keepalive
-from ayni.errors import Deadline, Halted, StaleStep, StepVoided, TokenRefused, UnknownWorker
+from ayni.errors import Deadline, Halted, StaleStep, StepVoided, UnknownWorker
 from tests.support.coordinator import CoordinatorProcess, coordinator, environment
 from tests.support.echo_coordinator import (
     TOKEN,
@@ -36,7 +32,7 @@ from tests.support.echo_coordinator import (
 )
 from worker_agent import bridge
 from worker_agent.client import ClientConfig, WorkerClient
-from worker_agent.faults import CoordinatorLost, CoordinatorUnreachable, NotACoordinator, TransportBroken
+from worker_agent.faults import CoordinatorLost, TransportBroken
 from worker_agent.session import MicrobatchStats, ShardAssignment, Vector
 
 LIMIT = timedelta(seconds=20)
@@ -213,18 +209,6 @@ def test_a_shutdown_does_not_take_the_last_commit_away():
         assert client.receive_shard() is None
 
 
-def test_a_join_whose_answer_was_lost_is_repeated_as_the_same_process(caplog):
-    server = EchoCoordinator()
-    server.on["Join"] = breaking(2)
-    with membership(server) as client:
-        assert client.worker_id == 7
-    assert len(server.joins) == 3
-    assert len({join.join_nonce for join in server.joins}) == 1
-    tries = [record.message for record in caplog.records if record.message.startswith("try ")]
-    assert len(tries) == 2
-    assert re.search(r"try 1: Join to the coordinator at .* UNAVAILABLE, Socket closed; next try in \d\.\d s", tries[0])
-
-
 def test_an_assignment_stream_that_ends_without_a_word_ends_everything():
     server = EchoCoordinator()
     server.gradient = accept_and_hang
@@ -297,57 +281,6 @@ def test_a_goodbye_that_nobody_hears_is_no_error():
     with membership(server):
         pass
     assert server.calls["Leave"] == 1
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def test_a_coordinator_that_nobody_started_is_given_up_after_the_allowance(caplog):
-    address = f"127.0.0.1:{free_port()}"
-    with pytest.raises(
-        CoordinatorUnreachable, match=rf"{address} did not answer within 2 s \(\d tries\).*is it running"
-    ):
-        WorkerClient.connect(config(address, connect_timeout=timedelta(seconds=2)), 0, "cpu")
-    tries = [record.message for record in caplog.records]
-    assert len(tries) >= 2
-    assert all(re.match(rf"try \d: Join .*{address}.*UNAVAILABLE.*; next try in \d\.\d s$", line) for line in tries)
-
-
-def test_a_coordinator_that_starts_later_is_found(tmp_path: Path):
-    port = free_port()
-    found: list[WorkerClient] = []
-
-    def connect() -> None:
-        found.append(WorkerClient.connect(config(f"127.0.0.1:{port}", connect_timeout=timedelta(minutes=1)), 0, "cpu"))
-
-    thread = threading.Thread(target=connect)
-    thread.start()
-    with coordinator(tmp_path, RUN, "--listen", f"127.0.0.1:{port}") as server:
-        thread.join(60)
-        assert len(found) == 1
-        assert found[0].worker_id == 0
-        found[0].close()
-        server.wait_for_log("worker ant left: done")
-
-
-def test_a_refusal_is_not_tried_again():
-    server = EchoCoordinator()
-    with serving(server) as address, pytest.raises(TokenRefused, match="token is missing or wrong"):
-        WorkerClient.connect(config(address, token="another-token-of-length"), 0, "cpu")
-    assert server.calls["Join"] == 0
-
-
-def test_a_server_of_another_kind_is_told_from_a_coordinator():
-    async def not_here(context: Any) -> None:
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
-
-    server = EchoCoordinator()
-    server.on["Join"] = not_here
-    with serving(server) as address, pytest.raises(NotACoordinator, match=r"no Ayni coordinator.*Method not found"):
-        WorkerClient.connect(config(address), 0, "cpu")
 
 
 PARTNER = """

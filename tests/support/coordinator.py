@@ -92,7 +92,11 @@ class RawWorker:
     assignment: pb.Assignment = field(default_factory=pb.Assignment)
 
     async def join(self, **fields: object) -> pb.JoinResponse:
-        request: dict[str, Any] = {"protocol_version": PROTOCOL_VERSION, "worker_name": self.name, "join_nonce": self.name}
+        request: dict[str, Any] = {
+            "protocol_version": PROTOCOL_VERSION,
+            "worker_name": self.name,
+            "join_nonce": self.name,
+        }
         answer = await self.stub.Join(pb.JoinRequest(**{**request, "backend": "cpu", **fields}), timeout=20)
         self.worker_id = answer.worker_id
         self.channel.headers["ayni-session"] = answer.session
