@@ -3,8 +3,8 @@
 import sys
 from collections.abc import Sequence
 
-DESCRIPTION = """Joins a run and trains until it is over. Model and data come from the coordinator. Exit codes: 0 the run
-is finished, 1 failed or interrupted, 2 wrong use, 75 the coordinator could not be reached (a supervisor may try
+DESCRIPTION = """Joins a run and trains until it is over. Model and data come from the coordinator. Exit codes: 0 the
+run is finished, 1 failed or interrupted, 2 wrong use, 75 the coordinator could not be reached (a supervisor may try
 again)."""
 
 

@@ -10,7 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from ayni.channels import open_channel
 from ayni.endpoints import Address, parse_address
+from ayni.logs import log_context
 from ayni.process import DONE, FAILED, TemporaryFailure, load_token, on_signal
 from ayni.run_config import RunConfig
 from ayni.servers import TokenInterceptor, add_health_and_reflection, bind, make_server
@@ -82,7 +83,7 @@ class Agent:
         token = load_token(self._config.token_file)
         reporter = make_reporter(self._config.log_format)
         try:
-            with on_signal(self._stop), self._serving(token) as address:
+            with self._context(worker=self._name), on_signal(self._stop), self._serving(token) as address:
                 return self._live(token, address, reporter)
         except (CoordinatorUnreachable, CoordinatorLost) as error:
             raise TemporaryFailure(str(error)) from error
@@ -154,7 +155,6 @@ class Agent:
         training = TrainingConfig(
             checkpoint_folder=folder / "checkpoints",
             checkpoint_every=self._config.checkpoint_every,
-            precision=self._config.precision,
             means_timeout_s=self._config.exchange_timeout.total_seconds(),
         )
         trainer = Trainer(task, run_config, training)
@@ -193,13 +193,18 @@ class Agent:
 
         def on_event(event: StepEvent) -> None:
             metrics.write(event)
-            reporter.stepped(event, job.config.num_steps)
+            with self._context(rank=event.rank, epoch=event.epoch, step=event.step):
+                reporter.stepped(event, job.config.num_steps)
 
         try:
             return job.trainer.train(client, on_event)
         finally:
             metrics.close()
             job.trainer.close()
+
+    def _context(self, **fields: object) -> AbstractContextManager[None]:
+        """Adds fields to log events for machines; people read them in the sentences."""
+        return log_context(**fields) if self._config.log_format == "json" else nullcontext()
 
     @contextmanager
     def _leaving(self, client: WorkerClient) -> Iterator[None]:

@@ -7,6 +7,7 @@ enters the loop with `submit` (returns at once) or `wait` (returns the result, o
 
 import asyncio
 import atexit
+import contextlib
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from concurrent.futures import Future
@@ -32,8 +33,10 @@ class Bridge:
         self._thread.start()
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
-        """Starts a coroutine on the loop and returns at once."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        """Starts a coroutine on the loop and returns at once. Cancelling the future cancels the coroutine."""
+        future: Future[T] = Future()
+        self._loop.call_soon_threadsafe(self._start, coroutine, future)
+        return future
 
     def call_soon(self, function: Callable[..., object], *arguments: object) -> None:
         """Calls a plain function on the loop, soon. May be called from a signal handler."""
@@ -64,10 +67,19 @@ class Bridge:
         finally:
             self.wait(source.aclose(), _STOP_SECONDS, f"the end of {what}")
 
+    def _start(self, coroutine: Coroutine[Any, Any, T], future: "Future[T]") -> None:
+        task = self._loop.create_task(coroutine)
+        task.add_done_callback(lambda done: _settle(done, future))
+        future.add_done_callback(lambda done: done.cancelled() and self._loop.call_soon_threadsafe(task.cancel))
+
     def stop(self) -> None:
-        """Stops the loop and its thread. Tasks that still run are abandoned."""
+        """Stops what still runs on the loop, the loop and its thread."""
+        with contextlib.suppress(TimeoutError):
+            self.submit(_cancel_others()).result(_STOP_SECONDS)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_STOP_SECONDS)
+        if not self._thread.is_alive():
+            self._loop.close()
 
 
 def wait(future: "Future[T]", timeout: float, what: str) -> T:
@@ -94,3 +106,23 @@ def shared() -> Bridge:
     bridge = Bridge()
     atexit.register(bridge.stop)
     return bridge
+
+
+async def _cancel_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+
+
+def _settle(task: "asyncio.Task[T]", future: "Future[T]") -> None:
+    """Hands a task's outcome on. A future that was cancelled takes none, and then an error is nobody's any more."""
+    error = None if task.cancelled() else task.exception()
+    if task.cancelled():
+        future.cancel()
+    if not future.set_running_or_notify_cancel():
+        return
+    if error is None:
+        future.set_result(task.result())
+    else:
+        future.set_exception(error)

@@ -8,7 +8,6 @@ from ayni.endpoints import ClientTls, ServerTls
 
 _NAMES = {
     "backend": ("auto", "cuda", "wgpu", "cpu"),
-    "precision": ("float32", "bfloat16"),
     "log_format": ("text", "json"),
     "log_level": ("debug", "info", "warning", "error"),
 }
@@ -28,8 +27,6 @@ class WorkerConfig:
     """Name among the run's workers. Empty: host name and process id."""
     backend: str = "auto"
     """Where to compute: auto (cuda, wgpu, cpu, the first that is there), cuda, wgpu or cpu."""
-    precision: str = "float32"
-    """float32, or bfloat16 for autocast where the device has it. Choose the same on all workers."""
     threads: int = 1
     """Threads of torch's own arithmetic on the CPU."""
     cache_dir: Path = Path("~/.cache/ayni")

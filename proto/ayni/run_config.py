@@ -117,6 +117,8 @@ class RunConfig:
     """Workers that the run waits for before its first step. 0: min_workers."""
     max_workers: int = 64
     """Workers that may be members at one time."""
+    precision: str = "float32"
+    """Arithmetic of forward and backward: "float32", or "bfloat16" for autocast. Every worker's device must have it."""
     wire_type: str = "float32"
     """Element type of gradients on the wire: "float32" (exact), "bfloat16" or "float16"."""
     audit_every: int = 1
@@ -139,6 +141,7 @@ class RunConfig:
         _at_least("num_steps", self.num_steps, 0)
         _at_least("min_workers", self.min_workers, 1)
         _at_least("audit_every", self.audit_every, 0)
+        _one_of("precision", self.precision, ("float32", "bfloat16"))
         _one_of("wire_type", self.wire_type, WIRE_DTYPES)
         if self.start_workers and self.start_workers < self.min_workers:
             raise ValueError(f"start_workers ({self.start_workers}) is less than min_workers ({self.min_workers})")

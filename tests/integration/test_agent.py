@@ -49,8 +49,10 @@ def test_two_agents_train_a_run_to_its_end(tmp_path: Path):
     assert [line["loss"] for line in ant.metrics()] == [line["loss"] for line in bee.metrics()]
     assert "step 4 of 4: loss" in ant.read_log()
     assert "left the run after 4 steps" in ant.read_log()
-    messages = [json.loads(line)["message"] for line in bee.read_log().splitlines()]
-    assert any(message.startswith("evaluation after 4 steps: loss") for message in messages)
+    lines = [json.loads(line) for line in bee.read_log().splitlines()]
+    assert {line["worker"] for line in lines} == {"bee"}
+    [last] = [line for line in lines if line["message"].startswith("evaluation after 4 steps: loss")]
+    assert (last["rank"], last["epoch"], last["step"]) == (1, 1, 4)
     assert {path.name for path in (ant.folder / "checkpoints").iterdir()} == {"best", "last"}
     assert not (bee.folder / "checkpoints").exists()
     assert "worker ant left: the run is over" in server.read_log()
@@ -147,7 +149,7 @@ def test_what_can_not_work_fails_at_once_with_one_sentence(
     [
         ((), {"AYNI_TOKEN": ""}, "no join token: give --token-file"),
         (("--token-file", "nowhere"), {}, "can't read the join token in nowhere"),
-        (("--precision", "int4"), {}, "precision is 'int4'; it must be one of float32, bfloat16"),
+        (("--log-format", "xml"), {}, "log_format is 'xml'; it must be one of text, json"),
         (("--coordinator", "nowhere"), {}, "'nowhere' is not an address; write host:port"),
         (("--coordinator", "192.0.2.1:5"), {}, "dialling 192.0.2.1:5 without TLS would show the join token"),
         (("--listen", "0.0.0.0:0"), {}, "listening on 0.0.0.0:0 without TLS would show the join token"),

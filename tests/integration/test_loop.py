@@ -245,17 +245,18 @@ def test_the_device_update_trains_too() -> None:
 def test_bfloat16_is_refused_where_the_device_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worker_agent.training.precision._has_bfloat16", lambda device: False)
     with pytest.raises(ValueError, match="cpu device has no fast bfloat16; use precision float32"):
-        Trainer(toy_task(SEED), config(), TrainingConfig(precision="bfloat16"))
-    with pytest.raises(ValueError, match="precision 'float8' must be one of float32, bfloat16"):
-        Trainer(toy_task(SEED), config(), TrainingConfig(precision="float8"))
+        Trainer(toy_task(SEED), config(precision="bfloat16"))
+    with pytest.raises(ValueError, match="precision is 'float8'; it must be one of float32, bfloat16"):
+        config(precision="float8")
 
 
 def test_bfloat16_autocast_changes_the_numbers_and_keeps_float32_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worker_agent.training.precision._has_bfloat16", lambda device: True)
     losses = []
     for precision in ("float32", "bfloat16"):
-        local = LocalRun(config(), 12)
-        train(local.session(0), toy_task(SEED), config(), TrainingConfig(precision=precision))
+        run_config = config(precision=precision)
+        local = LocalRun(run_config, 12)
+        train(local.session(0), toy_task(SEED), run_config)
         losses.append(local.commits[-1].global_loss)
     assert losses[0] != losses[1]
     assert losses[1] == pytest.approx(losses[0], rel=0.05)

@@ -45,9 +45,6 @@ class TrainingConfig:
     """Where rank 0 writes the best and the last checkpoint; None for none."""
     checkpoint_every: int = 0
     """Steps between "last" checkpoints. 0: only at the end."""
-    precision: str = "float32"
-    """"float32", or "bfloat16" for autocast where the device has it. Equal on all workers if gradients are to be
-    independent of who computed them."""
     means_timeout_s: float = 600.0
     """Longest wait for the means of a step that is already committed, and for the session to give buffers back."""
 
@@ -79,7 +76,7 @@ class Trainer:
 
     def __init__(self, task: Task, config: RunConfig, training: TrainingConfig = DEFAULTS) -> None:
         """Prepares buffers; the optimizer is made when the first lease says where updates run."""
-        check_precision(training.precision, task.model)
+        check_precision(config.precision, task.model)
         self._task, self._config, self._training = task, config, training
         self._specs: Sequence[BucketSpec] = tuple(task.buckets)
         self._gradients = ShardGradients(task.trainable(), self._specs)
@@ -225,7 +222,7 @@ class Trainer:
         began = time.perf_counter()
         batch = self._batch(shard.assignment, microbatch)
         shard.data_s += time.perf_counter() - began
-        with autocast(self._training.precision, self._task.model):
+        with autocast(self._config.precision, self._task.model):
             sums = self._task.loss(batch)
         shard.add_stats(microbatch, sums)
         return sums

@@ -5,8 +5,6 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import nn
 
-PRECISIONS = ("float32", "bfloat16")
-
 
 def check_precision(precision: str, model: nn.Module) -> None:
     """Refuses a precision that the model's device does not have.
@@ -14,8 +12,6 @@ def check_precision(precision: str, model: nn.Module) -> None:
     Raises:
         ValueError: says what to use instead.
     """
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision {precision!r} must be one of {', '.join(PRECISIONS)}")
     device = _device(model)
     if precision == "bfloat16" and not _has_bfloat16(device):
         raise ValueError(f"this worker's {device.type} device has no fast bfloat16; use precision float32")
