@@ -129,7 +129,8 @@ def check_listening_in_clear(address: Address, tls: ServerTls, insecure: bool) -
     if not (address.is_loopback or tls.is_on or insecure):
         raise SettingsError(
             f"listening on {address} without TLS would show the join token and all data to the network: "
-            "give --tls-certificate and --tls-key (scripts/make_certs.py makes them), listen on 127.0.0.1, "
+            "give a server certificate and key (see --help: ...tls-certificate; scripts/make_certs.py makes them), "
+            "listen on 127.0.0.1, "
             "or accept the risk with --insecure"
         )
 

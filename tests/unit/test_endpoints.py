@@ -55,7 +55,7 @@ def test_loopback_needs_nothing(text: str) -> None:
 @pytest.mark.parametrize("text", ["0.0.0.0:1", "[::]:1", "10.0.0.1:1", "coordinator.example.org:1"])
 def test_anything_else_needs_tls_or_a_word(text: str) -> None:
     address = parse_address(text)
-    with pytest.raises(SettingsError, match=r"listening on .* without TLS .* --tls-certificate .* --insecure"):
+    with pytest.raises(SettingsError, match=r"listening on .* without TLS .* certificate .* --insecure"):
         check_listening_in_clear(address, ServerTls(), insecure=False)
     with pytest.raises(SettingsError, match=r"dialling .* without TLS .* --tls-ca .* --insecure"):
         check_dialling_in_clear(address, ClientTls(), insecure=False)

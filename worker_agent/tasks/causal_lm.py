@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from worker_agent.tasks import quiet  # noqa: F401 - imported for what it switches off
 from worker_agent.tasks.language_modeling import LanguageModelTask, make_windows, read_texts
 from worker_agent.tasks.tokenizers import BYTE_VOCABULARY, train_bpe
 from worker_agent.training.files import RunFiles

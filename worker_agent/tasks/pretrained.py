@@ -8,15 +8,12 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import transformers
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer
 from torch import nn
 
+from worker_agent.tasks import quiet  # noqa: F401 - imported for what it switches off
 from worker_agent.training.fingerprint import file_sha256
-
-transformers.utils.logging.disable_progress_bar()
-transformers.utils.logging.set_verbosity_error()
 
 
 def load_model(auto_class: Any, folder: Path, name: str) -> nn.Module:

@@ -30,7 +30,7 @@ from worker_agent.training.layout import BucketSpec
 from worker_agent.training.precision import autocast, check_precision
 from worker_agent.training.shard import Shard
 from worker_agent.training.task import EVALUATION, TRAIN, LossSums, Task
-from worker_agent.training.update import Update, make_update
+from worker_agent.training.update import Update, make_update, warm_up
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +77,7 @@ class Trainer:
     def __init__(self, task: Task, config: RunConfig, training: TrainingConfig = DEFAULTS) -> None:
         """Prepares buffers; the optimizer is made when the first lease says where updates run."""
         check_precision(config.precision, task.model)
+        warm_up()
         self._task, self._config, self._training = task, config, training
         self._specs: Sequence[BucketSpec] = tuple(task.buckets)
         self._gradients = ShardGradients(task.trainable(), self._specs)

@@ -46,6 +46,11 @@ def make_update(kind: str, config: OptimizerConfig, parameters: Named, specs: Se
     return (HostUpdate if kind == "host" else DeviceUpdate)(config, parameters, specs)
 
 
+def warm_up() -> None:
+    """Loads what torch loads when its first optimizer is made, which takes seconds, before the first step."""
+    torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+
+
 class HostUpdate:
     """Float32 copies of the parameters on the CPU are what is trained; the device gets their values.
 
