@@ -2,7 +2,8 @@
 
 The request reader is a task of its own and is never cancelled before the stream is drained: a server that ends a call
 while its client is still writing loses the status on the way (grpc issue 36066). The reader posts its errors to the
-exchange, so there is one way out: the writer's.
+exchange, so there is one way out, `Exchange.failure`; it also ends the wait for a
+client that does not read.
 """
 
 import asyncio
@@ -71,6 +72,7 @@ class Contributions:
             raise BadRequest("the `begin` frame of a gradient stream can't be read", field="begin") from None
 
     def _open(self, seat: Seat, begin: Any) -> Exchange:
+        self._run.check_lease(seat, wire.key(begin.round))
         file, bucket = self._run.file, wire.bucket(begin)
         spec = wire.tensor(begin.round.tensor, bucket, file.wire_type, file.max_bucket_bytes)
         return self._run.begin(seat, wire.key(begin.round), bucket, spec, wire.stats(begin.round.microbatches))
@@ -81,22 +83,34 @@ class Contributions:
         response.accepted.chunk_bytes, response.accepted.window_chunks = file.chunk_bytes, file.window_chunks
         await context.write(response.SerializeToString())
         reader = asyncio.create_task(self._read(context, seat, exchange))
-        delivered = False
+        writer = asyncio.create_task(self._write(context, exchange, response_class))
+        told = False
         try:
-            while (frame := await exchange.next_frame()) is not None:
-                await context.write(frame)
-            complete = wire.complete(exchange.totals(), exchange.num_contributors)
-            await context.write(response_class(complete=complete).SerializeToString())
-            delivered = True
-        except AyniError as error:
-            delivered = True
-            if not isinstance(error, StepVoided | Halted):
-                self._run.halt(error)
-            await refuse_stream(context, reader, error, file.timeouts.drain, exchange.label)
+            ends: set[asyncio.Future[Any]] = {writer, exchange.failure}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if exchange.failed:
+                told = True
+                await self._refuse(context, exchange, reader)
+            writer.result()
+            told = True
         finally:
-            reader.cancel()
-            if not delivered:
+            for task in (reader, writer):
+                task.cancel()
+            if not told:
                 self._run.broke(seat, exchange.label)
+
+    async def _write(self, context: Context, exchange: Exchange, response_class: Any) -> None:
+        """Sends the mean to its end. Waits for a client that does not read; the contribution's failure ends that."""
+        while (frame := await exchange.next_frame()) is not None:
+            await context.write(frame)
+        complete = wire.complete(exchange.totals(), exchange.num_contributors)
+        await context.write(response_class(complete=complete).SerializeToString())
+
+    async def _refuse(self, context: Context, exchange: Exchange, reader: "asyncio.Task[None]") -> None:
+        error = exchange.failure.result()
+        if not isinstance(error, StepVoided | Halted):
+            self._run.halt(error)
+        await refuse_stream(context, reader, error, self._run.file.timeouts.drain, exchange.label)
 
     async def _read(self, context: Context, seat: Seat, exchange: Exchange) -> None:
         """Reads to the end of the stream; after an error, to discard."""

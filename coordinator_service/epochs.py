@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ayni.errors import AyniError
+from ayni.errors import AyniError, UnknownWorker
 from coordinator_service.membership import Applicant, Epoch, Member, Membership
 from coordinator_service.rounds import Flow
 from coordinator_service.signals import Signal
@@ -117,7 +117,15 @@ class Epochs:
         self._initial_hashes.clear()
 
     def leave(self, worker_id: int, reason: str, parameters_sha256: str = "") -> None:
-        """Ends a membership; nothing happens when it has ended."""
+        """Ends a membership at the worker's wish; nothing happens when it has ended."""
+        self._end(worker_id, reason, Shutdown(reason=reason, finished=False, committed_steps=0), parameters_sha256)
+
+    def expel(self, worker_id: int, reason: str) -> None:
+        """Ends a membership against the worker's wish, and says so on its stream if anybody still listens."""
+        sentence = f"worker {worker_id} is no member any more: {reason}; join again"
+        self._end(worker_id, reason, UnknownWorker(sentence, worker_id=worker_id), "")
+
+    def _end(self, worker_id: int, reason: str, last: Frame, parameters_sha256: str) -> None:
         member = self.core.remove(worker_id)
         if member is None:
             return
@@ -129,7 +137,7 @@ class Epochs:
             self.final_hashes[member.name] = parameters_sha256
         log = _log.info if seat.dismissed else _log.warning
         log("worker %s left: %s", member.name, reason)
-        seat.outbox.put_nowait(Shutdown(reason=reason, finished=False, committed_steps=0))
+        seat.outbox.put_nowait(last)
         self._on_gone(member, reason)
         self.changed.notify()
 
@@ -156,7 +164,7 @@ class Epochs:
             await asyncio.sleep(interval)
             for member in self.core.expired(self._clock()):
                 silence = self._clock() - member.last_seen
-                self.leave(member.worker_id, f"its lease ended: nothing was heard of it for {silence:.1f} s")
+                self.expel(member.worker_id, f"its lease ended: nothing was heard of it for {silence:.1f} s")
 
     def silence(self, member: Member) -> float:
         """Returns the seconds since a member's last sign of life."""

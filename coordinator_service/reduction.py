@@ -19,7 +19,7 @@ last expected worker begins after the last byte came.
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -51,13 +51,6 @@ class _Contribution:
     next_offsets: list[int]
 
 
-@dataclass(kw_only=True, slots=True)
-class _Pending:
-    """What is held for one chunk position."""
-
-    sums: dict[Node, Floats] = field(default_factory=dict)
-
-
 class Round:
     """Reduces one bucket. Call from one task at a time; every method is plain computation."""
 
@@ -82,7 +75,8 @@ class Round:
         self._expected = set(expected)
         self._weights: dict[int, int] = {}
         self._contributions: dict[int, _Contribution] = {}
-        self._pending: dict[int, _Pending] = {}
+        self._pending: dict[int, dict[Node, Floats]] = {}
+        """For each chunk position (its first element), the sums that wait for their other half."""
         self._emitted = 0
         self._square_sums: list[float] = []
 
@@ -221,20 +215,21 @@ class Round:
         )
 
     def _absent(self, node: Node) -> bool:
+        """Returns whether a node is known to send nothing. A micro-batch that nobody declared yet may still send."""
         return not any(self._weights.get(m, 1) for m in range(node.start, node.stop))
 
     def _settle(self) -> list[Reduced]:
         """Tries every held sum again, since more is known about who sends nothing."""
         emitted = []
         for offset in sorted(self._pending):
-            for node, values in list(self._pending[offset].sums.items()):
+            for node, values in list(self._pending[offset].items()):
                 if offset in self._pending and self._take(offset, node) is not None:
                     emitted.append(self._add(offset, node, values))
         return [reduced for reduced in emitted if reduced is not None]
 
     def _take(self, offset: int, node: Node) -> Floats | None:
         pending = self._pending.get(offset)
-        values = pending.sums.pop(node, None) if pending else None
+        values = pending.pop(node, None) if pending else None
         if values is not None:
             self.held_bytes -= values.nbytes
         return values
@@ -252,7 +247,7 @@ class Round:
             node = above
         if node == self._root and self._declared:
             return self._emit(offset, values)
-        self._pending.setdefault(offset, _Pending()).sums[node] = values
+        self._pending.setdefault(offset, {})[node] = values
         self.held_bytes += values.nbytes
         return None
 

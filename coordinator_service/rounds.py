@@ -6,6 +6,7 @@ contributions. One chunk of each contribution is always admitted: the next chunk
 stuck behind a budget, so the budget can't deadlock. Memory is bounded by workers x (budget + open contributions).
 """
 
+import asyncio
 import zlib
 from collections import deque
 from collections.abc import Iterable
@@ -75,7 +76,8 @@ class Exchange:
         self._worker_id = worker_id
         self._window = window
         self._outbox: deque[bytes] = deque()
-        self._error: AyniError | None = None
+        self.failure: asyncio.Future[AyniError] = asyncio.get_running_loop().create_future()
+        """Done when the contribution was refused or given up."""
         live.exchanges.append(self)
         flow.exchanges.add(self)
 
@@ -92,7 +94,7 @@ class Exchange:
     @property
     def failed(self) -> bool:
         """Whether the contribution was refused or given up."""
-        return self._error is not None
+        return self.failure.done()
 
     @property
     def num_contributors(self) -> int:
@@ -141,7 +143,7 @@ class Exchange:
 
     async def room(self) -> None:
         """Waits until the next chunk may be read. Ends at once when the contribution failed."""
-        while not self._error and not self._has_room():
+        while not self.failed and not self._has_room():
             await self.flow.changed.wait()
 
     async def next_frame(self) -> bytes | None:
@@ -151,8 +153,8 @@ class Exchange:
             AyniError: the contribution was refused or given up.
         """
         while not self._outbox:
-            if self._error:
-                raise self._error
+            if self.failed:
+                raise self.failure.result()
             if self._live.round.complete:
                 return None
             await self.flow.changed.wait()
@@ -163,12 +165,13 @@ class Exchange:
 
     def push(self, frame: bytes) -> None:
         """Puts a frame in the outbox."""
-        if not self._error:
+        if not self.failed:
             self._outbox.append(frame)
 
     def fail(self, error: AyniError) -> None:
         """Ends the contribution; what is in the outbox is dropped. The first error counts."""
-        self._error = self._error or error
+        if not self.failed:
+            self.failure.set_result(error)
         self._outbox.clear()
         self.flow.changed.notify()
 

@@ -14,6 +14,7 @@ from ayni.errors import (
     AyniError,
     BadChunk,
     Halted,
+    Incompatible,
     NonFinite,
     RunEnded,
     RunStarted,
@@ -60,6 +61,8 @@ class Run:
         self.progress = Progress()
         self.changed = Signal()
         """Notified when anything that status shows may have changed."""
+        self.ended = asyncio.Event()
+        """Set when no step will follow."""
         self.epochs = Epochs(
             Membership(
                 min_workers=file.min_workers,
@@ -100,12 +103,30 @@ class Run:
             )
         return self.epochs.join(applicant)
 
-    def ready(self, seat: Seat, parameters_sha256: str) -> None:
-        """Makes a member ready; see `Epochs.ready`."""
+    def ready(self, seat: Seat, completed_steps: int, parameters_sha256: str) -> None:
+        """Makes a member ready.
+
+        Raises:
+            Incompatible: its parameters have had another number of updates than the run.
+            Diverged: see `Epochs.ready`.
+        """
         self._refuse_if_halted()
+        committed = self.progress.committed_steps
+        if self.file.task.name and completed_steps != committed:
+            raise Incompatible(
+                f"completed_steps differs: the run has committed {committed}, the worker's parameters have had "
+                f"{completed_steps} updates",
+                field="completed_steps",
+                coordinator=committed,
+                worker=completed_steps,
+            )
         self.epochs.ready(seat, parameters_sha256)
         if self.progress.waiting:
             seat.outbox.put_nowait(self.progress.waiting)
+
+    def check_lease(self, seat: Seat, key: Key) -> None:
+        """Refuses a lease that is not the worker's own in the open attempt; see `Step.lease`."""
+        self._open_step(key).core.lease(seat.member.worker_id, key)
 
     def begin(self, seat: Seat, key: Key, bucket: Bucket, spec: TensorSpec, stats: Sequence[Stats]) -> Exchange:
         """Opens a contribution.
@@ -170,10 +191,13 @@ class Run:
         self._next_lease += 1
         return self._next_lease
 
-    async def next_change(self, seconds: float) -> None:
-        """Waits until status may show something new, at most for `seconds`."""
+    async def next_change(self, pause: float, limit: float) -> None:
+        """Waits `pause` seconds, then until status may show something new, at most for `limit`; not past the end."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(pause):
+                await self.ended.wait()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0 if self.ended.is_set() else limit):
                 await self.changed.wait()
 
     def halt(self, error: AyniError) -> None:
@@ -185,6 +209,7 @@ class Run:
         self.progress.halt(error.message)
         if self.live:
             self.live.fail(halted)
+        self.ended.set()
         self.epochs.dismiss(halted)
         self.epochs.changed.notify()
         self.changed.notify()
@@ -229,6 +254,7 @@ class Run:
     def goodbye(self, reason: str, *, finished: bool) -> None:
         """Tells every member that the run is over."""
         steps = self.progress.committed_steps
+        self.ended.set()
         self.epochs.dismiss(Shutdown(reason=reason, finished=finished, committed_steps=steps))
         self.changed.notify()
 

@@ -52,9 +52,9 @@ class CoordinatorServicer:
         """Streams the worker's leases; its membership lasts as long."""
         try:
             seat = self._seat(request.worker_id, context)
-            self._run.ready(seat, request.parameters_sha256)
+            self._run.ready(seat, request.completed_steps, request.parameters_sha256)
         except AyniError as error:
-            self._run.epochs.leave(request.worker_id, f"refused: {error.message}")
+            self._run.epochs.expel(request.worker_id, f"refused: {error.message}")
             raise
         try:
             while True:
@@ -66,7 +66,7 @@ class CoordinatorServicer:
                     return
         finally:
             if not seat.dismissed:
-                self._run.epochs.leave(seat.member.worker_id, "its assignment stream broke")
+                self._run.epochs.expel(seat.member.worker_id, "its assignment stream broke")
 
     async def Gradient(self, _: object, context: Context) -> None:
         """Reduces the flat gradient vector."""
@@ -133,8 +133,7 @@ class CoordinatorServicer:
             yield pb.WatchRunResponse(snapshot=status.snapshot(self._run))
             if ended:
                 return
-            await asyncio.sleep(interval)
-            await self._run.next_change(seconds=1.0)
+            await self._run.next_change(interval, limit=1.0)
 
     async def Attach(self, _: object, context: Context) -> None:
         """Not available in this version."""

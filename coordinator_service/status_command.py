@@ -22,6 +22,8 @@ from ayni.v1 import coordinator_pb2_grpc
 from coordinator_service.wire import duration
 
 _TIMEOUT = 10.0
+_WIDE = 130
+"""Columns of a terminal that holds the whole table."""
 
 
 def show(arguments: Sequence[str]) -> int:
@@ -49,25 +51,29 @@ def _show(given: argparse.Namespace) -> int:
 
 
 def _print(run_id: str, snapshot: pb.RunSnapshot) -> int:
-    Console(width=None if sys.stdout.isatty() else 120).print(render(run_id, snapshot))
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    console.print(render(run_id, snapshot, console.width >= _WIDE))
     return DONE
 
 
 def _watch(stub: coordinator_pb2_grpc.CoordinatorServiceStub, run: pb.GetRunResponse) -> int:
     request = pb.WatchRunRequest(min_interval=duration(0.5))
-    console = Console()
+    console, state = Console(), run.snapshot.state
     try:
-        with Live(render(run.run_id, run.snapshot), console=console, auto_refresh=False) as live:
+        with Live(
+            render(run.run_id, run.snapshot, console.width >= _WIDE), console=console, auto_refresh=False
+        ) as live:
             for response in stub.WatchRun(request):
-                live.update(render(run.run_id, response.snapshot), refresh=True)
+                state = response.snapshot.state
+                live.update(render(run.run_id, response.snapshot, console.width >= _WIDE), refresh=True)
     except KeyboardInterrupt:
-        pass
-    return DONE
+        return DONE
+    return FAILED if state == pb.RUN_STATE_HALTED else DONE
 
 
-def render(run_id: str, snapshot: pb.RunSnapshot) -> Group:
-    """Returns the run as text and a table of its workers."""
-    return Group(*(Text(line) for line in _head(run_id, snapshot)), _table(snapshot))
+def render(run_id: str, snapshot: pb.RunSnapshot, wide: bool = True) -> Group:
+    """Returns the run as text and a table of its workers; a narrow one leaves out what is least asked for."""
+    return Group(*(Text(line) for line in _head(run_id, snapshot)), _table(snapshot, wide))
 
 
 def _head(run_id: str, snapshot: pb.RunSnapshot) -> list[str]:
@@ -87,16 +93,16 @@ def _head(run_id: str, snapshot: pb.RunSnapshot) -> list[str]:
     ]
     lines.append(", ".join(value for value in values if value))
     if snapshot.waiting.reason:
-        lines.append(f"waiting: {snapshot.waiting.reason}")
+        lines.append(snapshot.waiting.reason)
     return lines
 
 
-def _table(snapshot: pb.RunSnapshot) -> Table:
+def _table(snapshot: pb.RunSnapshot, wide: bool) -> Table:
     table = Table()
     columns: list[tuple[str, Callable[[pb.WorkerSnapshot], str]]] = [
         ("id", lambda w: str(w.worker_id)),
         ("worker", lambda w: w.worker_name),
-        ("backend", lambda w: ", ".join((w.backend, *w.device_names))),
+        ("backend", lambda w: ", ".join((w.backend, *(w.device_names if wide else ())))),
         ("share", lambda w: f"{w.share:.0%}"),
         ("samples/s", lambda w: f"{w.samples_per_second:.1f}"),
         ("doing", lambda w: "committed" if w.committed else w.activity),
@@ -107,6 +113,8 @@ def _table(snapshot: pb.RunSnapshot) -> Table:
         ("out", lambda w: _size(w.sent_bytes)),
         ("seen", lambda w: f"{w.last_seen.ToTimedelta().total_seconds():.1f} s ago"),
     ]
+    if not wide:
+        columns = [column for column in columns if column[0] not in ("id", "wait", "in", "out", "seen")]
     for title, _ in columns:
         table.add_column(title, overflow="fold")
     for worker in snapshot.workers:

@@ -1,13 +1,13 @@
 """The run's state on disk: an embedded database, written before anything is announced.  [shell]
 
 One SQLite file for each run, in WAL mode with full synchronisation: when `commit` returns, the commit has reached the
-disk. All calls block; the caller runs them off the event loop.
+disk. All calls block; `commit`, which waits for
+the disk, belongs off the event loop.
 """
 
 import fcntl
 import json
 import os
-import shutil
 import sqlite3
 from dataclasses import asdict
 from pathlib import Path
@@ -33,17 +33,18 @@ class RunStore:
 
         Args:
             folder: the run's own folder.
-            fresh: removes what is there first.
+            fresh: removes an earlier run's database first, unless another coordinator has it open.
 
         Raises:
             OSError: the folder can't be made or written.
         """
-        if fresh and folder.exists():
-            shutil.rmtree(folder)
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / "run.sqlite3"
         self._lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR, 0o600)
         _lock_or_refuse(self._lock, folder)
+        if fresh:
+            for suffix in ("", "-wal", "-shm"):
+                self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
         self._connection = sqlite3.connect(self.path, check_same_thread=False, isolation_level=None)
         self._connection.execute("PRAGMA journal_mode=WAL")
         self._connection.execute("PRAGMA synchronous=FULL")

@@ -12,7 +12,6 @@ import math
 import os
 import secrets
 import signal
-import sqlite3
 import subprocess
 import sys
 import threading
@@ -25,6 +24,7 @@ from typing import IO
 from ayni.process import load_yaml
 from ayni.run_config import RunConfig
 from ayni.settings import SettingsError, from_mapping
+from coordinator_service.store import RunStore
 
 ROOT = Path(__file__).resolve().parent.parent
 STEP_LINES = " INFO worker_agent.progress:"
@@ -176,19 +176,16 @@ def _token_file(folder: Path) -> Iterator[Path]:
 
 
 def _result(run: RunConfig, workers: int, output: Path, wall: float) -> dict[str, object]:
-    [database] = (output / "state").glob("*/run.sqlite3")
-    with contextlib.closing(sqlite3.connect(database)) as connection:
-        steps = connection.execute("SELECT COUNT(*) FROM commits WHERE kind = 'train'").fetchone()[0]
-        last = connection.execute(
-            "SELECT loss, num_correct, num_predictions FROM commits WHERE kind = 'evaluate' ORDER BY step DESC"
-        ).fetchone()
-        facts = dict(connection.execute("SELECT name, value FROM facts"))
-    loss, correct, predictions = last or (None, 0, 0)
+    with contextlib.closing(RunStore(output / "state" / run.run_id)) as store:
+        steps, facts = store.committed_steps(), store.facts()
+        evaluations = [commit for commit in store.commits() if commit.kind == "evaluate"]
+    last = evaluations[-1] if evaluations else None
+    loss = last.loss if last else None
     result = {
         "task": run.task.name,
         "workers": workers,
         "steps": steps,
-        "accuracy": round(correct / predictions, 4) if predictions else None,
+        "accuracy": round(last.num_correct / last.num_predictions, 4) if last and last.num_predictions else None,
         "loss": loss,
         "wall_s": round(wall, 1),
         "parameters_sha256": facts.get("final_parameters_sha256", ""),

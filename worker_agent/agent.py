@@ -151,7 +151,7 @@ class Agent:
         torch.set_num_threads(self._config.threads)
         resolved = backend.resolve(self._config.backend)
         task = load_task(run_config.task, files, run_config.seed, resolved.device)
-        folder = self._config.output_dir or Path("ayni-output") / run.run_id / self._name
+        folder = self._config.output_dir or Path("ayni-output") / run_config.run_id / self._name
         training = TrainingConfig(
             checkpoint_folder=folder / "checkpoints",
             checkpoint_every=self._config.checkpoint_every,

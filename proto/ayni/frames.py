@@ -24,8 +24,13 @@ CHUNK_FIELD = 2
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 
 _ALIGNMENT = 8
+"""Bytes; enough for every element type."""
+
 _PADDINGS = (b"", *(b"\x22" + bytes([size]) + bytes(size) for size in range(1, 2 * _ALIGNMENT)))
 """What may stand before the payload: nothing, or the padding field. One fits, even where a length grows by a byte."""
+
+_MAX_FIELDS = 256
+"""Fields of one message, unknown ones included; a frame of ours has five."""
 
 Buffer = bytes | memoryview
 
@@ -88,8 +93,9 @@ def decode_frame(frame: bytes) -> tuple[int, "ChunkView | memoryview"]:
         if wire_type != _LENGTH:
             continue
         assert isinstance(value, memoryview)
-        pieces = [*pieces, value] if number == current else [value]
-        current = number
+        if number != current:
+            current, pieces = number, []
+        pieces.append(value)
     if current == CHUNK_FIELD:
         return current, _chunk(pieces)
     return current, pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
@@ -116,8 +122,11 @@ def _chunk(pieces: list[memoryview]) -> ChunkView:
 
 def _fields(data: memoryview) -> Iterator[tuple[int, int, int | memoryview]]:
     """Yields (field number, wire type, value); the value of anything but a varint is a view."""
-    position, end = 0, len(data)
+    position, end, count = 0, len(data), 0
     while position < end:
+        count += 1
+        if count > _MAX_FIELDS:
+            raise BadRequest(f"a frame has more than {_MAX_FIELDS} fields", field="frame")
         tag, position = _read_varint(data, position)
         number, wire_type = tag >> 3, tag & 7
         if not 0 < number < 1 << 29:

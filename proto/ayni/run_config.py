@@ -52,7 +52,7 @@ class OptimizerConfig:
     warmup_steps: int = 0
     """Steps of linear warm-up; the first step has 1 / warmup_steps of the peak."""
     final_learning_rate: float = 0.0
-    """Learning rate that the cosine ends at, at the run's last step."""
+    """Learning rate that the cosine reaches one step after the run's last."""
     schedule: str = "cosine"
     """"cosine" or "constant", after the warm-up."""
     weight_decay: float = 0.0
@@ -134,8 +134,11 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         """Checks what concerns more than one section."""
-        if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", self.run_id):
-            raise ValueError(f"run_id {self.run_id!r} must be 1 to 64 letters, digits, dots, dashes or underscores")
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}", self.run_id):
+            raise ValueError(
+                f"run_id {self.run_id!r} must be 1 to 64 letters, digits, dots, dashes or underscores, and may not "
+                "begin with a dot or a dash: folders are named after it"
+            )
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed is {self.seed}; it must be in [0, 2**63)")
         _at_least("num_steps", self.num_steps, 0)

@@ -120,3 +120,44 @@ def test_fast_worker_is_slowed_down_not_buffered(tmp_path):
     assert end.reducer_bytes == 0
     assert end.received_bytes > 2 * 4 * size
     assert mean[0] == mean[-1] == np.float32(2 / 8)
+
+
+async def read_to_the_end(worker: RawWorker, call: Any) -> None:
+    while True:
+        await worker._read(call)
+
+
+def test_worker_that_reads_nothing_can_not_hold_up_the_end_of_an_attempt(tmp_path):
+    """Its stream is full of means that it does not fetch when the other worker dies."""
+    size = 20_000_000
+
+    async def scenario(address):
+        async with raw_workers(address, "ant", "bee") as (ant, bee):
+            beating = asyncio.create_task(beat(ant))
+            values = np.ones(size, np.float32)
+            call = ant.open_gradient()
+            begin = pb.GradientBegin(round=ant.begin({m: 2 for m in ant.leased}, size))
+            await call.write(pb.GradientRequest(begin=begin).SerializeToString())
+            await ant._read(call)
+            sending = asyncio.create_task(ant.send(call, [values], 1 << 20))
+            reducing = asyncio.create_task(bee.reduce([values], {m: 2 for m in bee.leased}))
+            await asyncio.wait({reducing}, timeout=0.5)
+            bee.stream.cancel()
+            frame = await ant.next_frame()
+            with pytest.raises(grpc.aio.AioRpcError):
+                await reducing
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await read_to_the_end(ant, call)
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
+            alone = {m: 2 for m in ant.leased}
+            mean, _ = await ant.reduce(parts_of(ant, [np.ones(9, np.float32)] * 4), alone)
+            beating.cancel()
+            return frame.assignment.attempt, error_from(caught.value), mean
+
+    run = {**RUN, "timeouts": {**RUN["timeouts"], "lease": "5s", "accept": "6s"}}
+    with coordinator(tmp_path, run) as process:
+        attempt, error, mean = asyncio.run(scenario(process.address))
+    assert attempt == 1
+    assert isinstance(error, StepVoided)
+    assert set(mean) == {np.float32(0.5)}

@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 import json
 import os
+import pty
 import signal
 import socket
 import sqlite3
@@ -278,3 +279,46 @@ def test_health_and_reflection_need_no_token(tmp_path):
         services = ProtoReflectionDescriptorDatabase(channel).get_services()
     assert health.status == health_pb2.HealthCheckResponse.SERVING
     assert "ayni.v1.CoordinatorService" in services
+
+
+def test_fresh_start_does_not_touch_the_state_of_a_live_coordinator(tmp_path):
+    with coordinator(tmp_path, RUN) as process:
+        result = command("--config", str(tmp_path / "run.yaml"), "--fresh")
+        assert process.process.poll() is None
+        with contextlib.closing(sqlite3.connect(tmp_path / "state" / "command" / "run.sqlite3")) as database:
+            assert database.execute("SELECT name FROM facts").fetchall() == [("config",)]
+    assert result.returncode == 1
+    assert "another coordinator has" in result.stderr
+
+
+@pytest.mark.parametrize("run_id", ["..", ".", "-x", ".hidden", "a/b"])
+def test_run_id_can_not_name_another_folder(tmp_path, run_id):
+    (tmp_path / "notes.txt").write_text("keep")
+    result = command("--state-dir", str(tmp_path / "state"), f"--run-id={run_id}", "--fresh")
+    assert result.returncode == 2
+    assert "run_id" in result.stderr
+    assert (tmp_path / "notes.txt").exists()
+
+
+def test_watch_shows_the_run_to_its_end_and_says_how_it_ended(tmp_path):
+    ours, theirs = pty.openpty()
+    with coordinator(tmp_path, RUN) as process, os.fdopen(ours, "rb", buffering=0) as terminal:
+        watching = subprocess.Popen(
+            [sys.executable, "-m", "coordinator_service", "status", process.address, "--watch"],
+            stdout=theirs,
+            env=environment(COLUMNS="80", TERM="xterm"),
+            cwd=ROOT,
+        )
+        os.close(theirs)
+        shown = b""
+        while (
+            shown.count(b"run command: waiting") < 2
+        ):  # The first is what GetRun said; the next comes from the stream.
+            shown += terminal.read(4096)
+        process.process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(OSError):  # Linux ends a terminal that nobody holds any more with an error.
+            while piece := terminal.read(4096):
+                shown += piece
+        assert watching.wait(20) == 1
+    assert b"run command: halted" in shown
+    assert b"the coordinator was interrupted" in shown

@@ -115,3 +115,9 @@ def test_truncated_frame_is_refused(fields, cut):
     if 0 < len(short) < len(frame):
         with pytest.raises(BadRequest):
             frames.decode_frame(short)
+
+
+@pytest.mark.parametrize("piece", [b"\x12\x00", b"\xf8\x01\x05", b"\x12\x02\x08\x01"])
+def test_frame_of_countless_small_fields_is_refused_at_once(piece):
+    with pytest.raises(BadRequest, match="more than 256 fields"):
+        frames.decode_frame(piece * 500_000)
