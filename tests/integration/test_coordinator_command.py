@@ -311,9 +311,7 @@ def test_watch_shows_the_run_to_its_end_and_says_how_it_ended(tmp_path):
         )
         os.close(theirs)
         shown = b""
-        while (
-            shown.count(b"run command: waiting") < 2
-        ):  # The first is what GetRun said; the next comes from the stream.
+        while shown.count(b"run command: waiting") < 2:
             shown += terminal.read(4096)
         process.process.send_signal(signal.SIGTERM)
         with contextlib.suppress(OSError):  # Linux ends a terminal that nobody holds any more with an error.
