@@ -69,6 +69,6 @@ equality: $(SETUP) ## show that N workers give the run that one process gives
 stubs: $(SETUP) ## stubs for another language: LANG=go|cpp|java|typescript|ruby|rust|csharp
 	@$(BIN)/python scripts/gen_stubs.py $(if $(filter command,$(firstword $(origin LANG))),$(LANG))
 
-clean: ## remove what the targets made, but neither the virtual environment nor prepared data
+clean: ## remove caches and stubs, but neither the virtual environment nor prepared data
 	rm -rf build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +

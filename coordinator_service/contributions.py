@@ -42,12 +42,12 @@ class Contributions:
             begin_class: message of the first frame.
             response_class: message of the frames that are no chunks.
         """
+        begin = await self._begin(context, begin_class)
+        seat = seat_of(begin.round.worker_id, context)
         try:
-            begin = await self._begin(context, begin_class)
-            seat = seat_of(begin.round.worker_id, context)
             exchange = self._open(seat, begin)
         except AyniError as error:
-            self._run.note_refusal(error)
+            self._run.note_refusal(error, seat.member.name)
             raise
         try:
             await self._exchange(context, seat, exchange, response_class)
@@ -90,7 +90,7 @@ class Contributions:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if exchange.failed:
                 told = True
-                await self._refuse(context, exchange, reader)
+                await self._refuse(context, seat, exchange, reader)
             writer.result()
             told = True
         finally:
@@ -106,10 +106,10 @@ class Contributions:
         complete = wire.complete(exchange.totals(), exchange.num_contributors)
         await context.write(response_class(complete=complete).SerializeToString())
 
-    async def _refuse(self, context: Context, exchange: Exchange, reader: "asyncio.Task[None]") -> None:
+    async def _refuse(self, context: Context, seat: Seat, exchange: Exchange, reader: "asyncio.Task[None]") -> None:
         error = exchange.failure.result()
         if not isinstance(error, StepVoided | Halted):
-            self._run.halt(error)
+            self._run.halt(error, seat.member.name)
         await refuse_stream(context, reader, error, self._run.file.timeouts.drain, exchange.label)
 
     async def _read(self, context: Context, seat: Seat, exchange: Exchange) -> None:

@@ -163,10 +163,10 @@ class Run:
         if self.live and not self.live.ended.done():
             self.live.void(f"the stream of worker {seat.member.name} for {label} broke")
 
-    def note_refusal(self, error: AyniError) -> None:
+    def note_refusal(self, error: AyniError, worker_name: str) -> None:
         """A contribution was refused. If its content is wrong, its step can't be completed and the run stops."""
         if isinstance(error, _FATAL):
-            self.halt(error)
+            self.halt(error, worker_name)
 
     def note_held(self) -> None:
         """Keeps the most bytes that the reducer has held."""
@@ -200,13 +200,15 @@ class Run:
             async with asyncio.timeout(0 if self.ended.is_set() else limit):
                 await self.changed.wait()
 
-    def halt(self, error: AyniError) -> None:
-        """Stops the run and tells everybody why."""
+    def halt(self, error: AyniError, worker_name: str = "") -> None:
+        """Stops the run and tells everybody why, and whose fault it is where that is known."""
         if self.progress.ended:
             return
-        halted = Halted(f"the run was halted: {error.message}", detail=error.message, **_without_detail(error))
+        named = not worker_name or worker_name in error.message
+        detail = error.message if named else f"worker {worker_name}: {error.message}"
+        halted = Halted(f"the run was halted: {detail}", detail=detail, **_without_detail(error))
         _log.error("%s", halted.message)
-        self.progress.halt(error.message)
+        self.progress.halt(detail)
         if self.live:
             self.live.fail(halted)
         self.ended.set()

@@ -82,14 +82,11 @@ class CoordinatorServicer:
 
     async def CommitStep(self, request: pb.CommitStepRequest, context: Context) -> pb.CommitStepResponse:
         """Waits for the step's commit."""
+        seat = self._seat(request.worker_id, context)
         try:
-            told = await self._run.commit(
-                self._seat(request.worker_id, context),
-                wire.key(request),
-                wire.report(request),
-            )
+            told = await self._run.commit(seat, wire.key(request), wire.report(request))
         except AyniError as error:
-            self._run.note_refusal(error)
+            self._run.note_refusal(error, seat.member.name)
             raise
         return wire.committed(told)
 

@@ -1,7 +1,7 @@
 """Membership in a run, for ordinary threads: `WorkerClient`.  [shell]
 
 A synchronous, thread-safe face. It implements `worker_agent.session.Session` for the training loop in tree, and the
-seed's calls (`worker_agent.seed_calls`) for a loop of your own. The network runs on the bridge's thread.
+simple calls (`worker_agent.seed_calls`) for a loop of your own. The network runs on the bridge's thread.
 """
 
 import logging

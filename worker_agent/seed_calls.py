@@ -1,4 +1,4 @@
-"""The calls for a training loop of your own: send what you computed, receive the average.  [shell]
+"""The simple calls, for a training loop of your own: send what you computed, receive the average.  [shell]
 
     while (shard := client.receive_shard()) is not None:
         gradients, loss, correct, total = my_gradients(shard)
@@ -66,7 +66,7 @@ class _OnItsWay:
 
 
 class SeedCalls(ABC):
-    """The seed's calls, on top of contributions and commits. Thread-safe."""
+    """The simple calls, on top of contributions and commits. Thread-safe."""
 
     def __init__(self) -> None:
         """Starts without a lease."""

@@ -1,4 +1,4 @@
-"""Bookkeeping of one step that is driven by the seed's calls: what was sent, what is still to be received.  [core]
+"""Bookkeeping of one step that is driven by the simple calls: what was sent, what is still to be received.  [core]
 
 A shard is one micro-batch here. `gradients` is the shard's mean and its weight is what it is a mean over, so weight
 times mean travels; all buckets of a step say the same weight. The flat vector is a whole step; blocks and the

@@ -6,7 +6,7 @@ BLOCK_COMPONENTS = ("q", "k", "v", "o", "gate", "up", "down", "input_norm", "pos
 """The nine components of a transformer block, in wire order."""
 
 NON_BLOCK_COMPONENTS = ("lm_head", "final_norm", "embedding")
-"""The components outside the blocks; the index is the seed protocol's component number."""
+"""The components outside the blocks; the index is the component's number in Python."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

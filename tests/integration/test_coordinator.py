@@ -299,8 +299,11 @@ def test_bad_chunk_is_refused_by_name(tmp_path, payload, error, sentence):
 
     with coordinator(tmp_path, RUN) as process:
         refused = asyncio.run(scenario(process.address))
+        process.wait_for_log("the run was halted: ")
+        [halted] = [line for line in process.read_log().splitlines() if "the run was halted" in line]
     assert type(refused) is error
     assert sentence in refused.message
+    assert "worker ant" in halted
 
 
 def test_refusal_arrives_whole_while_the_client_still_writes(tmp_path):

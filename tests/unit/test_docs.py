@@ -11,6 +11,7 @@ import pytest
 
 from ayni.errors import BY_REASON
 from ayni.plain_values import arms
+from ayni.process import load_yaml
 from ayni.settings import Leaf, leaves
 from coordinator_service.config import RunFile
 from tests.unit.test_layers import ROOT, first_line, source_files
@@ -47,6 +48,13 @@ def table(text: str) -> dict[str, list[str]]:
     ]
     assert len({row[0] for row in rows}) == len(rows), f"listed twice: {sorted(row[0] for row in rows)}"
     return {row[0].strip("`"): row[1:] for row in rows}
+
+
+def flat(values: dict[str, Any], path: str = "") -> dict[str, Any]:
+    """The values of nested mappings, by their dotted paths."""
+    nested = {key: flat(value, f"{path}{key}.") for key, value in values.items() if isinstance(value, dict)}
+    here = {f"{path}{key}": value for key, value in values.items() if key not in nested}
+    return here | {name: value for found in nested.values() for name, value in found.items()}
 
 
 def described(leaf: Leaf) -> list[str]:
@@ -93,6 +101,25 @@ def test_every_make_target_is_listed():
     targets = re.findall(r"^([a-z]+):.*## ", read("Makefile"), re.MULTILINE)
     listed = re.findall(r"^\| `make ([a-z]+)", section(read("README.md"), "## Make targets"), re.MULTILINE)
     assert sorted(listed) == sorted(set(targets) - {"help"})
+
+
+def test_step_counts_are_those_of_the_run_files():
+    runs = section(read("README.md"), "## More runs")
+    rules = re.findall(r"^(\w+):.*(?:\n\t.*)*?--run (\S+)", read("Makefile"), re.MULTILINE)
+    files = {f"make {target}": file for target, file in rules}
+    said = {
+        files.get(name, name): int(cells[0].rpartition(" steps")[0].split()[-1]) for name, cells in table(runs).items()
+    }
+    assert said == {f"runs/{path.name}": load_yaml(path)["num_steps"] for path in (ROOT / "runs").glob("*.yaml")}
+    assert re.findall(r"^\| LoRA, (\d+) steps", runs, re.MULTILINE) == [str(said["runs/wordnet.yaml"])]
+
+
+def test_the_example_run_file_is_part_of_the_run_that_it_names(tmp_path):
+    [example, *_] = re.findall(r"```yaml\n(.*?)```", read("docs/run-file.md"), re.DOTALL)
+    (tmp_path / "example.yaml").write_text(example)
+    values = load_yaml(tmp_path / "example.yaml")
+    whole = load_yaml(ROOT / "runs" / f"{values['run_id']}.yaml")
+    assert flat(values).items() <= flat(whole).items()
 
 
 def test_the_tree_lists_every_file_with_its_tag():

@@ -1,4 +1,4 @@
-"""Bookkeeping of the seed's calls."""
+"""Bookkeeping of the simple calls."""
 
 from dataclasses import replace
 from typing import Any

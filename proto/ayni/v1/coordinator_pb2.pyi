@@ -73,7 +73,7 @@ class _NonBlockComponentEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Non
     """Token embedding; component 2 in Python."""
 
 class NonBlockComponent(_NonBlockComponent, metaclass=_NonBlockComponentEnumTypeWrapper):
-    """Names a component outside the transformer blocks. Values are those of the seed protocol plus one."""
+    """Names a component outside the transformer blocks. Values are the component's number in Python plus one."""
 
 NON_BLOCK_COMPONENT_UNSPECIFIED: NonBlockComponent.ValueType  # 0
 """Never valid."""
