@@ -55,15 +55,24 @@ class Artifacts:
             raise BadRequest(
                 f"{file.name} has {file.size_bytes} bytes; a fetch can't start at {offset_bytes}", field="offset_bytes"
             )
-        status = file.path.stat()
-        if (status.st_mtime_ns, status.st_size) != (file.modified_ns, file.size_bytes):
+        if _identity(file.path) != (file.modified_ns, file.size_bytes):
             raise Checksum(
-                f"{file.name} changed on the coordinator's disk since the run was started; restart the coordinator",
+                f"{file.name} changed or went away on the coordinator's disk since the run was started; "
+                "restart the coordinator",
                 name=file.name,
                 expected=sha256,
                 received="another content",
             )
         return _chunks(file.path, offset_bytes)
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Returns what tells an unchanged file; None when it is gone."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size
 
 
 def _chunks(path: Path, offset_bytes: int) -> Iterator[tuple[int, bytes]]:

@@ -57,6 +57,8 @@ class RunFile(RunConfig):
     """TLS of the coordinator's server."""
     insecure: bool = False
     """Serves other addresses than loopback without TLS: token and gradients travel in clear."""
+    max_attempts: int = 100
+    """Attempts at one step before the run halts. Each worker that dies costs one."""
     chunk_bytes: int = 1 << 20
     """Bytes of a gradient chunk: a multiple of 64 KiB, at most 2 MiB."""
     window_chunks: int = 8
@@ -82,6 +84,9 @@ class RunFile(RunConfig):
                 f"window_chunks ({self.window_chunks}) must be at least 1 and at most worker_window_chunks "
                 f"({self.worker_window_chunks})"
             )
+        for name in ("max_attempts", "max_bucket_bytes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         for name, value, allowed in (
             ("log_format", self.log_format, ("text", "json")),
             ("log_level", self.log_level, ("debug", "info", "warning", "error")),

@@ -7,6 +7,7 @@ client that does not read.
 """
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,8 @@ from coordinator_service import wire
 from coordinator_service.epochs import Seat
 from coordinator_service.rounds import Exchange
 from coordinator_service.run import Run
+
+_log = logging.getLogger(__name__)
 
 _BEGIN_FIELD = 1
 
@@ -91,20 +94,27 @@ class Contributions:
             if exchange.failed:
                 told = True
                 await self._refuse(context, seat, exchange, reader)
-            writer.result()
-            told = True
+            told = writer.result()
         finally:
             for task in (reader, writer):
                 task.cancel()
             if not told:
-                self._run.broke(seat, exchange.label)
+                self._run.broke(seat, exchange)
 
-    async def _write(self, context: Context, exchange: Exchange, response_class: Any) -> None:
-        """Sends the mean to its end. Waits for a client that does not read; the contribution's failure ends that."""
-        while (frame := await exchange.next_frame()) is not None:
-            await context.write(frame)
-        complete = wire.complete(exchange.totals(), exchange.num_contributors)
-        await context.write(response_class(complete=complete).SerializeToString())
+    async def _write(self, context: Context, exchange: Exchange, response_class: Any) -> bool:
+        """Sends the mean to its end; returns whether the client took it all.
+
+        Waits for a client that does not read; the contribution's failure ends that.
+        """
+        try:
+            while (frame := await exchange.next_frame()) is not None:
+                await context.write(frame)
+            complete = wire.complete(exchange.totals(), exchange.num_contributors)
+            await context.write(response_class(complete=complete).SerializeToString())
+        except grpc.aio.InternalError as error:
+            _log.debug("%s: the client is gone: %s", exchange.label, error)
+            return False
+        return True
 
     async def _refuse(self, context: Context, seat: Seat, exchange: Exchange, reader: "asyncio.Task[None]") -> None:
         error = exchange.failure.result()
@@ -127,4 +137,4 @@ class Contributions:
             self._run.note_held()
             await exchange.room()
         if not exchange.finished_sending and not exchange.failed:
-            self._run.broke(seat, exchange.label)
+            self._run.broke(seat, exchange)

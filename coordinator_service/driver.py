@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -71,6 +72,7 @@ class Driver:
             except StepVoided as voided:
                 _log.warning("%s", voided.message)
                 attempt += 1
+                self._halt_if_hopeless(live.core.label, attempt, voided.message)
             except (Diverged, Halted) as error:
                 self._run.halt(error)
             except (OSError, sqlite3.Error) as error:
@@ -81,6 +83,11 @@ class Driver:
                 self._run.live = None
         return False
 
+    def _halt_if_hopeless(self, label: str, attempts: int, last: str) -> None:
+        if attempts >= self._file.max_attempts and not self._progress.ended:
+            sentence = f"{label} was given up {attempts} times (max_attempts); the last time because {last}"
+            self._run.halt(Halted(sentence, detail=sentence))
+
     async def _world(self) -> Epoch | None:
         """Waits until enough workers are ready; None when the run has ended."""
         while not self._progress.ended:
@@ -88,6 +95,10 @@ class Driver:
             if epoch:
                 self._progress.go()
                 return epoch
+            if self._file.task.name and self._progress.committed_steps:
+                sentence = f"too few workers are left ({reason}), and this version can't hand the run's state to others"
+                self._run.halt(Halted(sentence, detail=sentence))
+                return None
             if self._progress.wait(Waiting(reason=reason)):
                 _log.info("%s", reason)
                 self._epochs.broadcast(Waiting(reason=reason))
@@ -131,7 +142,11 @@ class Driver:
             raise Halted(f"{live.core.label} took longer than {timeout:g} s; waited for {who}", detail=who)
         if self._audited(live):
             live.core.check_hashes()
-        return live.core.totals()
+        totals = live.core.totals()
+        if totals.global_loss is not None and not math.isfinite(totals.global_loss):
+            sentence = f"{live.core.label}: the workers' losses, each finite, add up to more than float64 holds"
+            raise Halted(sentence, detail=sentence)
+        return totals
 
     def _audited(self, live: LiveStep) -> bool:
         return bool(self._file.audit_every) and live.core.step % self._file.audit_every == 0

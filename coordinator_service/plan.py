@@ -1,8 +1,10 @@
 """What a step consists of, and what its commit says.  [core]"""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ayni.run_config import LARGEST_MICROBATCHES
 from coordinator_service import schedule
 from coordinator_service.config import RunFile
 from coordinator_service.shards import plan_shards
@@ -39,7 +41,7 @@ def lay_out(file: RunFile, kind: str, step: int, evaluation_samples: int, speeds
     """
     if kind == "evaluate":
         position, num_samples = 0, evaluation_samples
-        num_microbatches = -(-evaluation_samples // file.batch.evaluation_samples)
+        num_microbatches = min(-(-evaluation_samples // file.batch.evaluation_samples), LARGEST_MICROBATCHES)
     else:
         position, num_samples = step * file.batch.samples, file.batch.samples
         num_microbatches = file.batch.microbatches or len(speeds)
@@ -71,7 +73,8 @@ def smoothed(speed: float, num_samples: int, seconds: float) -> float:
 def is_better(file: RunFile, totals: Totals, best: float | None) -> tuple[bool, float]:
     """Returns whether an evaluation is the best so far, and its score (higher is better)."""
     accuracy = totals.num_correct / totals.num_predictions if totals.num_predictions else 0.0
-    score = accuracy if file.evaluation.metric == "accuracy" else -(totals.global_loss or 0.0)
+    loss = math.inf if totals.global_loss is None else totals.global_loss
+    score = accuracy if file.evaluation.metric == "accuracy" else -loss
     return best is None or score > best, score
 
 
@@ -82,7 +85,7 @@ def committed(file: RunFile, step: Step, totals: Totals, best: float | None) -> 
         step=step.step,
         attempt=step.attempt,
         total_weight=totals.total_weight,
-        global_loss=totals.global_loss or 0.0,
+        global_loss=math.nan if totals.global_loss is None else totals.global_loss,
         gradient_norm=norm,
         num_correct=totals.num_correct,
         num_predictions=totals.num_predictions,
@@ -102,7 +105,7 @@ def record(step: Step, layout: Layout, told: Committed, unix_time: float) -> Com
         position=layout.position,
         num_samples=layout.num_samples,
         total_weight=told.total_weight,
-        loss=told.global_loss,
+        loss=None if math.isnan(told.global_loss) else told.global_loss,
         gradient_norm=told.gradient_norm,
         learning_rate=told.learning_rate,
         num_correct=told.num_correct,
@@ -115,7 +118,8 @@ def record(step: Step, layout: Layout, told: Committed, unix_time: float) -> Com
 
 def sentence(step: Step, told: Committed, seconds: float) -> str:
     """Returns the commit as a sentence for the log."""
-    parts = [f"{step.label} committed: loss {told.global_loss:.4f}"]
+    loss = "unknown" if math.isnan(told.global_loss) else f"{told.global_loss:.4f}"
+    parts = [f"{step.label} committed: loss {loss}"]
     if told.num_predictions:
         parts.append(f"accuracy {told.num_correct / told.num_predictions:.4f}")
     if step.kind == "train":

@@ -1,5 +1,6 @@
 """Where the run stands, for status and for decisions that look back.  [shell]"""
 
+import math
 import time
 
 from coordinator_service.values import Committed, Waiting
@@ -54,13 +55,13 @@ class Progress:
         self.step_seconds = time.monotonic() - self._opened
         if kind == "train":
             self.committed_steps = told.step + 1
-            self.loss = told.global_loss
+            self.loss = _known(told.global_loss)
             rate = num_samples / max(self.step_seconds, 1e-9)
             self.samples_per_second = (
                 rate if not self.samples_per_second else 0.7 * self.samples_per_second + 0.3 * rate
             )
             return
-        self.evaluation_loss = told.global_loss
+        self.evaluation_loss = _known(told.global_loss)
         self.evaluation_accuracy = told.num_correct / told.num_predictions if told.num_predictions else None
         if told.best:
             self.best = score
@@ -72,3 +73,7 @@ class Progress:
     def halt(self, detail: str) -> None:
         """Notes that the run stops."""
         self.state, self.detail = "halted", detail
+
+
+def _known(loss: float) -> float | None:
+    return None if math.isnan(loss) else loss

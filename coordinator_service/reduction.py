@@ -154,7 +154,7 @@ class Round:
 
         Raises:
             BadChunk: wrong part, offset or length. Nothing was added.
-            NonFinite: a NaN or an infinity. Nothing was added.
+            NonFinite: a NaN or an infinity, and nothing was added; or the sum of all overflows.
         """
         contribution = self._contributions[worker]
         self._check_chunk(contribution, part, offset, values_C)
@@ -205,6 +205,17 @@ class Round:
                 value=values_C[bad],
             )
 
+    def _overflow(self, offset: int, mean_C: Floats) -> NonFinite:
+        bad = first_non_finite(mean_C) or 0
+        return NonFinite(
+            f"{self.label}: the workers' gradients, each finite, add up to {mean_C[bad]} at element {offset + bad}: "
+            "their sum is beyond float32",
+            worker="(sum of all)",
+            bucket=self.label,
+            element=offset + bad,
+            value=mean_C[bad],
+        )
+
     def _bad_chunk(self, contribution: _Contribution, name: str, expected: object, received: object) -> BadChunk:
         return BadChunk(
             f"{self.label}: worker {contribution.name} sends a chunk with {name} {received}; expected {expected}",
@@ -254,7 +265,10 @@ class Round:
     def _emit(self, offset: int, total_C: Floats) -> Reduced:
         self._pending.pop(offset, None)
         mean_C = _divide(total_C, self.total_weight)
-        self._square_sums.extend(_segment_squares(mean_C))
+        squares = _segment_squares(mean_C)
+        if not all(map(math.isfinite, squares)):
+            raise self._overflow(offset, mean_C)
+        self._square_sums.extend(squares)
         self._emitted += mean_C.size
         return Reduced(offset=offset, values_C=mean_C)
 
@@ -262,7 +276,8 @@ class Round:
 def _sum(left_C: Floats, right_C: Floats) -> Floats:
     """Returns left + right, in place where one of them may be written. Addition of two floats commutes."""
     out = left_C if left_C.flags.writeable else right_C if right_C.flags.writeable else None
-    return np.add(left_C, right_C, out=out)
+    with np.errstate(over="ignore", invalid="ignore"):  # An overflow is found, and refused by name, at the root.
+        return np.add(left_C, right_C, out=out)
 
 
 def _divide(total_C: Floats, weight: int) -> Floats:

@@ -92,6 +92,11 @@ class Exchange:
         return self._live.round.label
 
     @property
+    def step(self) -> Step:
+        """The attempt that the contribution belongs to."""
+        return self._live.step
+
+    @property
     def failed(self) -> bool:
         """Whether the contribution was refused or given up."""
         return self.failure.done()

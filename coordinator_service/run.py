@@ -73,8 +73,7 @@ class Run:
             flow_limit=file.worker_window_chunks,
             on_gone=self._gone,
         )
-        if file.num_training_samples:
-            self.epochs.core.agreed["num_training_samples"] = str(file.num_training_samples)
+        self.epochs.core.agreed = self._given_agreements()
         self.live: LiveStep | None = None
         self.last_commit: tuple[Moment, str, Committed] | None = None
         self._next_lease = 0
@@ -158,10 +157,10 @@ class Run:
             live.all_committed.set()
         return await asyncio.shield(live.ended)
 
-    def broke(self, seat: Seat, label: str) -> None:
+    def broke(self, seat: Seat, exchange: Exchange) -> None:
         """A contribution's stream ended before its last byte, or before its mean was sent."""
-        if self.live and not self.live.ended.done():
-            self.live.void(f"the stream of worker {seat.member.name} for {label} broke")
+        if self.live and self.live.core is exchange.step and not self.live.ended.done():
+            self.live.void(f"the stream of worker {seat.member.name} for {exchange.label} broke")
 
     def note_refusal(self, error: AyniError, worker_name: str) -> None:
         """A contribution was refused. If its content is wrong, its step can't be completed and the run stops."""
@@ -204,7 +203,7 @@ class Run:
         """Stops the run and tells everybody why, and whose fault it is where that is known."""
         if self.progress.ended:
             return
-        named = not worker_name or worker_name in error.message
+        named = not worker_name or worker_name in error.message or "worker" in error.metadata
         detail = error.message if named else f"worker {worker_name}: {error.message}"
         halted = Halted(f"the run was halted: {detail}", detail=detail, **_without_detail(error))
         _log.error("%s", halted.message)
@@ -230,6 +229,11 @@ class Run:
         """Returns the parameter hash that each worker gave when it left."""
         return dict(self.epochs.final_hashes)
 
+    def _given_agreements(self) -> dict[str, str]:
+        """Returns what all workers must share before any has said it. A wrong worker that left must not bind others."""
+        samples = self.file.num_training_samples
+        return {"num_training_samples": str(samples)} if samples else {}
+
     def _open_step(self, key: Key) -> LiveStep:
         self._refuse_if_halted()
         if self.live is None:
@@ -251,6 +255,8 @@ class Run:
     def _gone(self, member: Member, reason: str) -> None:
         if self.live and self.live.needs(member.worker_id):
             self.live.void(f"worker {member.name} left: {reason}")
+        if not self.epochs.seats and not self.progress.committed_steps:
+            self.epochs.core.agreed = self._given_agreements()
         self.changed.notify()
 
     def goodbye(self, reason: str, *, finished: bool) -> None:

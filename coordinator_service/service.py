@@ -50,11 +50,11 @@ class CoordinatorServicer:
         self, request: pb.ShardAssignmentRequest, context: Context
     ) -> AsyncIterator[pb.ShardAssignmentResponse]:
         """Streams the worker's leases; its membership lasts as long."""
+        seat = self._seat(request.worker_id, context)
         try:
-            seat = self._seat(request.worker_id, context)
             self._run.ready(seat, request.completed_steps, request.parameters_sha256)
         except AyniError as error:
-            self._run.epochs.expel(request.worker_id, f"refused: {error.message}")
+            self._run.epochs.expel(seat.member.worker_id, f"refused: {error.message}")
             raise
         try:
             while True:
@@ -93,7 +93,7 @@ class CoordinatorServicer:
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatResponse:
         """Renews a lease."""
         seat = self._seat(request.worker_id, context)
-        self._run.epochs.renew(seat.member.worker_id, request.activity[:32])
+        self._run.epochs.renew(seat.member.worker_id, wire.one_line(request.activity[:32]))
         return pb.HeartbeatResponse(epoch=self._run.epochs.core.epoch.number)
 
     async def Leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveResponse:
@@ -102,7 +102,7 @@ class CoordinatorServicer:
             seat = self._seat(request.worker_id, context)
         except UnknownWorker:
             return pb.LeaveResponse()
-        reason = request.reason[:256] or "it left"
+        reason = wire.one_line(request.reason[:256]) or "it left"
         self._run.epochs.leave(seat.member.worker_id, reason, request.parameters_sha256[:64])
         return pb.LeaveResponse()
 

@@ -19,6 +19,9 @@ from ayni.errors import Diverged, NonFinite, NotLeased, SpecMismatch, StaleEpoch
 from ayni.tensors import TensorSpec
 from coordinator_service.reduction import Reduced, Round
 
+LARGEST_COUNT = 1 << 44
+"""Most samples or tokens of one micro-batch: sums over 65,536 micro-batches stay exact in 64 bits."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lease:
@@ -198,7 +201,7 @@ class Step:
         known = len(losses) == len(stats)
         return Totals(
             total_weight=weight,
-            global_loss=(math.fsum(losses) / weight if weight else 0.0) if known else None,
+            global_loss=(_exact_sum(losses) / weight if weight else 0.0) if known else None,
             num_correct=sum(s.num_correct for s in stats),
             num_predictions=sum(s.num_predictions for s in stats),
         )
@@ -236,8 +239,9 @@ class Step:
         self._stats.update({s.microbatch: s for s in merged})
 
     def _merge(self, lease: Lease, new: Stats) -> Stats:
-        if new.weight < 0:
-            raise _weight_mismatch(self.label, lease, new.microbatch, "at least 0", new.weight)
+        for count in (new.weight, new.num_correct, new.num_predictions):
+            if not 0 <= count <= LARGEST_COUNT:
+                raise _weight_mismatch(self.label, lease, new.microbatch, f"0 to {LARGEST_COUNT}", count)
         if new.loss_sum is not None and not math.isfinite(new.loss_sum):
             raise NonFinite(
                 f"{self.label}: worker {lease.worker_name} has loss {new.loss_sum} in micro-batch {new.microbatch}",
@@ -268,6 +272,14 @@ class Step:
             )
 
 
+def _exact_sum(losses: Sequence[float]) -> float:
+    """Returns the sum of the losses, rounded once; infinite when it is beyond float64."""
+    try:
+        return math.fsum(losses)
+    except OverflowError:
+        return math.inf
+
+
 def compare_hashes(label: str, hashes: dict[str, str]) -> None:
     """Checks that all workers that gave a hash gave the same one.
 
@@ -290,7 +302,8 @@ def _hash_metadata(said: dict[str, str]) -> dict[str, str]:
 
 def _weight_mismatch(label: str, lease: Lease, microbatch: int, expected: object, received: int) -> WeightMismatch:
     return WeightMismatch(
-        f"{label}: worker {lease.worker_name} gives micro-batch {microbatch} weight {received}; expected {expected}",
+        f"{label}: worker {lease.worker_name} gives micro-batch {microbatch} weight or count {received}; "
+        f"expected {expected}",
         microbatch=microbatch,
         expected=expected,
         received=received,

@@ -18,7 +18,7 @@ _SCHEMA = """
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS commits (
     kind TEXT NOT NULL, step INTEGER NOT NULL, attempt INTEGER NOT NULL, epoch INTEGER NOT NULL,
-    position INTEGER NOT NULL, num_samples INTEGER NOT NULL, total_weight INTEGER NOT NULL, loss REAL NOT NULL,
+    position INTEGER NOT NULL, num_samples INTEGER NOT NULL, total_weight INTEGER NOT NULL, loss REAL,
     gradient_norm REAL NOT NULL, learning_rate REAL NOT NULL, num_correct INTEGER NOT NULL,
     num_predictions INTEGER NOT NULL, parameters_sha256 TEXT NOT NULL, shards TEXT NOT NULL, unix_time REAL NOT NULL,
     PRIMARY KEY (kind, step));
@@ -45,10 +45,11 @@ class RunStore:
         if fresh:
             for suffix in ("", "-wal", "-shm"):
                 self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
-        self._connection = sqlite3.connect(self.path, check_same_thread=False, isolation_level=None)
-        self._connection.execute("PRAGMA journal_mode=WAL")
-        self._connection.execute("PRAGMA synchronous=FULL")
-        self._connection.executescript(_SCHEMA)
+        try:
+            self._connection = _open(self.path)
+        except sqlite3.Error as error:
+            os.close(self._lock)
+            raise OSError(f"the run's state in {self.path} can't be opened: {error}") from None
 
     def committed_steps(self) -> int:
         """Returns how many training steps are committed."""
@@ -86,6 +87,18 @@ class RunStore:
         """Closes the database and lets another coordinator open it."""
         self._connection.close()
         os.close(self._lock)
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+    try:
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute("PRAGMA synchronous=FULL")
+        connection.executescript(_SCHEMA)
+    except sqlite3.Error:
+        connection.close()
+        raise
+    return connection
 
 
 def _record(values: dict[str, object]) -> CommitRecord:

@@ -19,7 +19,7 @@ class CommitRecord:
     position: int
     num_samples: int
     total_weight: int
-    loss: float
+    loss: float | None
     gradient_norm: float
     learning_rate: float
     num_correct: int

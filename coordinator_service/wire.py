@@ -7,7 +7,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from ayni.buckets import BLOCK_COMPONENTS, FLAT, NON_BLOCK_COMPONENTS, Bucket
 from ayni.errors import BadRequest, SpecMismatch, TooLarge
-from ayni.tensors import WIRE_DTYPES, TensorSpec
+from ayni.tensors import WIRE_DTYPES, TensorSpec, itemsize
 from ayni.v1 import coordinator_pb2 as pb
 from ayni.v1 import tensor_pb2
 from coordinator_service import values
@@ -17,6 +17,7 @@ from coordinator_service.steps import Key, Moment, Stats, Totals
 
 _MAX_MICROBATCHES = 1 << 16
 _MAX_COMPONENTS = 1 << 16
+_MAX_SAMPLES = 1 << 48
 _KINDS = {"train": pb.STEP_KIND_TRAIN, "evaluate": pb.STEP_KIND_EVALUATE}
 
 Begin = pb.GradientBegin | pb.BlockGradientBegin | pb.NonBlockGradientBegin
@@ -59,6 +60,9 @@ def applicant(request: pb.JoinRequest, session: str, peer: str) -> Applicant:
     }
     for name, value in agreements.items():
         _limit(name, len(value), 128)
+    for name in ("num_training_samples", "num_evaluation_samples"):
+        if not 0 <= getattr(request, name) <= _MAX_SAMPLES:
+            raise BadRequest(f"{name} is {getattr(request, name)}; it must be 0 to {_MAX_SAMPLES}", field=name)
     return Applicant(
         name=request.worker_name,
         nonce=request.join_nonce,
@@ -66,12 +70,12 @@ def applicant(request: pb.JoinRequest, session: str, peer: str) -> Applicant:
         peer=peer,
         backend=request.backend,
         gpu_count=request.gpu_count,
-        device_names=tuple(name[:64] for name in request.device_names[:16]),
+        device_names=tuple(one_line(name[:64]) for name in request.device_names[:16]),
         address=request.worker_address[:256],
         agreements=agreements,
         summaries={
-            "task_fingerprint": request.task_summary[:256],
-            "dataset_fingerprint": request.dataset_summary[:256],
+            "task_fingerprint": one_line(request.task_summary[:256]),
+            "dataset_fingerprint": one_line(request.dataset_summary[:256]),
         },
     )
 
@@ -106,7 +110,7 @@ def tensor(message: tensor_pb2.TensorSpec, which: Bucket, wire_type: str, max_by
     spec = TensorSpec(dtype=name, num_elements=message.num_elements, component_sizes=_components(message, which))
     if not 0 < spec.num_bytes <= max_bytes:
         raise TooLarge(
-            f"{which} has {spec.num_elements} elements; 1 to {max_bytes // (spec.num_bytes or 1)} are taken",
+            f"{which} has {spec.num_elements} elements; 1 to {max_bytes // itemsize(name)} are taken",
             field="num_elements",
             limit=max_bytes,
             received=spec.num_bytes,
@@ -246,9 +250,16 @@ def complete(totals: Totals, num_contributors: int) -> pb.RoundComplete:
     return message
 
 
+def one_line(text: str) -> str:
+    """Returns text for logs and terminals: what can't be printed becomes a question mark."""
+    return "".join(character if character.isprintable() else "?" for character in text)
+
+
 def _require_text(field: str, value: str, limit: int) -> None:
-    if not value:
+    if not value.strip():
         raise BadRequest(f"{field} is required", field=field)
+    if not value.isprintable():
+        raise BadRequest(f"{field} {value!r} has characters that can't be printed", field=field)
     _limit(field, len(value.encode()), limit)
 
 

@@ -10,6 +10,7 @@ import contextlib
 import json
 import math
 import os
+import queue
 import secrets
 import signal
 import subprocess
@@ -38,6 +39,8 @@ class Child:
     name: str
     process: subprocess.Popen
     copier: threading.Thread
+    committed: threading.Event
+    """Set when the process has logged a commit."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,11 +55,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     children: list[Child] = []
     started = time.monotonic()
     with _interruptible(children), _token_file(output) as token:
-        coordinator, address = _start_coordinator(given, output, token)
+        fewest = min(run.min_workers, given.workers)
+        coordinator, address = _start_coordinator(given, fewest, output, token)
         children.append(coordinator)
         for number in range(given.workers if address else 0):
             children.append(_start_worker(number, address, given, output, token))
-        codes = [_wait(child) for child in children]
+        codes = _wait(children, fewest)
     if any(codes):
         failed = ", ".join(f"{c.name} ended with {code}" for c, code in zip(children, codes, strict=True) if code)
         print(f"train_local: {failed}; see the log above and {output}", file=sys.stderr)
@@ -68,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, required=True, help="run file (YAML), such as runs/bbc.yaml")
-    parser.add_argument("--workers", type=int, default=2, help="worker processes (default: 2)")
+    parser.add_argument("--workers", type=_positive, default=2, help="worker processes (default: 2)")
     parser.add_argument("--backend", default="auto", help="backend of the workers: auto, cuda, wgpu or cpu")
     parser.add_argument(
         "--output-dir", type=Path, help="folder for state, checkpoints and metrics (default: out/RUN_ID)"
@@ -78,6 +82,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not at least 1")
+    return number
+
+
 def _describe(given: argparse.Namespace) -> tuple[RunConfig, Path]:
     """Returns the run and the output folder."""
     known = {field.name for field in fields(RunConfig)}
@@ -85,11 +96,11 @@ def _describe(given: argparse.Namespace) -> tuple[RunConfig, Path]:
     return run, (given.output_dir or Path("out") / run.run_id).resolve()
 
 
-def _start_coordinator(given: argparse.Namespace, output: Path, token: Path) -> tuple[Child, str]:
+def _start_coordinator(given: argparse.Namespace, fewest: int, output: Path, token: Path) -> tuple[Child, str]:
     command = [
         *(sys.executable, "-m", "coordinator_service", "--config", str(given.run), "--token-file", str(token)),
         *("--listen", "127.0.0.1:0", "--state-dir", str(output / "state"), "--fresh"),
-        *("--start-workers", str(given.workers), *given.coordinator_flag),
+        *("--start-workers", str(given.workers), "--min-workers", str(fewest), *given.coordinator_flag),
     ]
     child = _spawn("coordinator", command, output, stdout=subprocess.PIPE)
     assert child.process.stdout
@@ -119,14 +130,18 @@ def _spawn(name: str, command: list[str], output: Path, stdout: int) -> Child:
         start_new_session=True,
     )
     assert process.stderr
-    copier = threading.Thread(target=_copy, args=(process.stderr, name, output / f"{name}.log"), daemon=True)
+    committed = threading.Event()
+    copied = (process.stderr, name, output / f"{name}.log", committed)
+    copier = threading.Thread(target=_copy, args=copied, daemon=True)
     copier.start()
-    return Child(name, process, copier)
+    return Child(name, process, copier, committed)
 
 
-def _copy(stream: IO[str], name: str, log: Path) -> None:
+def _copy(stream: IO[str], name: str, log: Path, committed: threading.Event) -> None:
     with stream, log.open("w") as file:
         for line in stream:
+            if " committed: " in line:
+                committed.set()
             file.write(line)
             file.flush()
             if STEP_LINES not in line:
@@ -134,10 +149,38 @@ def _copy(stream: IO[str], name: str, log: Path) -> None:
                 sys.stderr.flush()
 
 
-def _wait(child: Child) -> int:
-    code = child.process.wait()
-    child.copier.join(timeout=5)
-    return code
+def _wait(children: list[Child], fewest: int) -> list[int]:
+    """Waits for all processes. Ends the others when workers fail that nobody will replace.
+
+    Before the first commit every worker is needed; from then on `fewest`.
+    """
+    coordinator, *workers = children
+    endings: queue.Queue[Child] = queue.Queue()
+
+    def watch(child: Child) -> None:
+        child.process.wait()
+        endings.put(child)
+
+    for child in children:
+        threading.Thread(target=watch, args=(child,), daemon=True).start()
+    stopping = False
+    for _ in children:
+        endings.get()
+        alive = sum(worker.process.poll() is None or worker.process.returncode == 0 for worker in workers)
+        needed = fewest if coordinator.committed.is_set() else len(workers)
+        if alive < needed and coordinator.process.poll() is None and not stopping:
+            stopping = True
+            print(f"train_local: {alive} of {len(workers)} workers are left, {needed} are needed", file=sys.stderr)
+            _terminate(children)
+    for child in children:
+        child.copier.join(timeout=5)
+    return [child.process.returncode for child in children]
+
+
+def _terminate(children: list[Child]) -> None:
+    for child in children:
+        if child.process.poll() is None:
+            child.process.terminate()
 
 
 @contextlib.contextmanager

@@ -19,6 +19,8 @@ FIELDS = ("worker", "rank", "epoch", "step", "bucket")
 
 _context: ContextVar[Mapping[str, object]] = ContextVar("ayni_log_context", default=MappingProxyType({}))
 _secrets: set[str] = set()
+_OWN = ("ayni", "coordinator_service", "worker_agent", "__main__")
+"""Loggers whose events are logged from the level on that was asked for; others from WARNING on."""
 _REDACTED = "[redacted]"
 
 
@@ -36,10 +38,10 @@ def configure(log_format: str = "text", level: str = "INFO") -> None:
     for handler in [handler for handler in root.handlers if isinstance(handler.formatter, _Formatter)]:
         root.removeHandler(handler)
     handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(_is_ours_or_a_warning)
     handler.setFormatter(_JsonFormatter() if log_format == "json" else _TextFormatter())
     root.addHandler(handler)
     root.setLevel(level.upper())
-    logging.getLogger("asyncio").setLevel(logging.WARNING)
     logging.captureWarnings(True)
 
 
@@ -64,6 +66,19 @@ def register_secret(text: str) -> None:
     """Keeps a text out of all logs from now on."""
     if text:
         _secrets.add(text)
+
+
+def notice(sentence: str, logger: str) -> str:
+    """Returns a line for standard error that can't be logged: the sentence, or an event where machines read the log."""
+    record = logging.LogRecord(logger, logging.WARNING, "", 0, sentence, None, None)
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler.formatter, _JsonFormatter):
+            return handler.formatter.format(record)
+    return sentence
+
+
+def _is_ours_or_a_warning(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.WARNING or record.name.partition(".")[0] in _OWN
 
 
 class ChangeLogger:

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from ayni.errors import AyniError
-from ayni.logs import register_secret
+from ayni.logs import notice, register_secret
 from ayni.settings import SettingsError
 
 logger = logging.getLogger(__name__)
@@ -31,6 +31,14 @@ SHORTEST_TOKEN = 16
 """Characters that a join token has at least."""
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Stopped(BaseException):
+    """A signal has told the process to stop.
+
+    Not a KeyboardInterrupt: Python remembers one that passes through an `exec` of text, and ends the process by SIGINT
+    although it was caught.
+    """
 
 
 class TemporaryFailure(Exception):
@@ -54,7 +62,7 @@ def exit_code_of(main: Callable[[], int | None]) -> int:
     except (AyniError, OSError) as error:
         logger.error("%s", error)
         logger.debug("traceback", exc_info=True)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Stopped):
         logger.error("interrupted")
     except Exception:
         logger.exception("unexpected error")
@@ -65,7 +73,8 @@ def exit_code_of(main: Callable[[], int | None]) -> int:
 def on_signal(stop: Callable[[str], None]) -> Iterator[None]:
     """Calls `stop` with the signal's name at the first SIGINT or SIGTERM; at the second one the process exits at once.
 
-    For the main thread. `stop` is called between two instructions of that thread, so it may only set a flag.
+    For the main thread. `stop` is called between two instructions of that thread, so it may only set a flag, or
+    raise `Stopped`.
     """
     received: list[int] = []
 
@@ -74,9 +83,8 @@ def on_signal(stop: Callable[[str], None]) -> Iterator[None]:
             os._exit(FAILED)
         received.append(number)
         name = signal.Signals(number).name
-        os.write(
-            sys.__stderr__.fileno() if sys.__stderr__ else 2, f"{name}: stopping; again to exit at once\n".encode()
-        )
+        line = notice(f"{name}: stopping; again to exit at once", __name__)
+        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"{line}\n".encode())
         stop(name)
 
     before = {number: signal.signal(number, receive) for number in _SIGNALS}

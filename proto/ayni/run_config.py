@@ -9,6 +9,11 @@ from dataclasses import dataclass, field
 
 from ayni.tensors import WIRE_DTYPES
 
+LARGEST_SAMPLES = 1 << 31
+LARGEST_MICROBATCHES = 1 << 16
+LARGEST_STEPS = 1 << 31
+"""Bounds that keep every sample position and count well inside 64 bits."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskConfig:
@@ -34,9 +39,9 @@ class BatchConfig:
 
     def __post_init__(self) -> None:
         """Checks the counts."""
-        _at_least("batch.samples", self.samples, 1)
-        _at_least("batch.microbatches", self.microbatches, 0)
-        _at_least("batch.evaluation_samples", self.evaluation_samples, 1)
+        _between("batch.samples", self.samples, 1, LARGEST_SAMPLES)
+        _between("batch.microbatches", self.microbatches, 0, LARGEST_MICROBATCHES)
+        _between("batch.evaluation_samples", self.evaluation_samples, 1, LARGEST_SAMPLES)
         if self.microbatches > self.samples:
             raise ValueError(f"batch.microbatches ({self.microbatches}) is more than batch.samples ({self.samples})")
 
@@ -141,8 +146,9 @@ class RunConfig:
             )
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed is {self.seed}; it must be in [0, 2**63)")
-        _at_least("num_steps", self.num_steps, 0)
+        _between("num_steps", self.num_steps, 0, LARGEST_STEPS)
         _at_least("min_workers", self.min_workers, 1)
+        _between("max_workers", self.max_workers, 1, LARGEST_MICROBATCHES)
         _at_least("audit_every", self.audit_every, 0)
         _one_of("precision", self.precision, ("float32", "bfloat16"))
         _one_of("wire_type", self.wire_type, WIRE_DTYPES)
@@ -161,6 +167,11 @@ class RunConfig:
     def num_starters(self) -> int:
         """Workers that the run waits for before its first step."""
         return self.start_workers or self.min_workers
+
+
+def _between(name: str, value: int, minimum: int, maximum: int) -> None:
+    if not minimum <= value <= maximum:
+        raise ValueError(f"{name} is {value}; it must be {minimum} to {maximum}")
 
 
 def _at_least(name: str, value: float, minimum: float) -> None:

@@ -66,6 +66,9 @@ def test_help_names_every_setting_and_its_default():
         ("batch: {sample: 3}\nseed: x\n", ["batch.sample", "did you mean batch.samples?", "seed"]),
         ("batch: {samples: 3, microbatches: 4}\n", ["batch.microbatches (4) is more than batch.samples (3)"]),
         ("timeouts: {lease: 1s, heartbeat_interval: 2s}\n", ["heartbeat_interval (2 s) < lease (1 s)"]),
+        ("batch: {samples: 100000000000000000000}\n", ["batch.samples is 100000000000000000000; it must be 1 to"]),
+        ("batch: {samples: 100000, microbatches: 100000}\n", ["batch.microbatches is 100000; it must be 0 to 65536"]),
+        ("max_bucket_bytes: -5\n", ["max_bucket_bytes is -5; it must be at least 1"]),
         ("task: {name: causal_lm}\n", ["num_steps is 0"]),
         ("seed: 1\nseed: 2\n", ["'seed' is given twice"]),
         ("- 1\n", ["must hold a mapping"]),
@@ -203,14 +206,15 @@ def test_artifacts_are_served_by_hash_from_any_offset(tmp_path):
                     with pytest.raises(grpc.aio.AioRpcError) as caught:
                         await fetched(worker, sha256, offset)
                     refusals.append(type(error_from(caught.value)))
-                (files / "model" / "weights").write_bytes(b"other")
-                with pytest.raises(grpc.aio.AioRpcError) as caught:
-                    await fetched(worker, weights.sha256)
-                refusals.append(type(error_from(caught.value)))
+                for change in (lambda path: path.write_bytes(b"other"), lambda path: path.unlink()):
+                    change(files / "model" / "weights")
+                    with pytest.raises(grpc.aio.AioRpcError) as caught:
+                        await fetched(worker, weights.sha256)
+                    refusals.append(type(error_from(caught.value)))
                 return refusals, json.loads(run.config_json)
 
         refusals, config = asyncio.run(scenario())
-    assert refusals == [UnknownArtifact, UnknownArtifact, BadRequest, Checksum]
+    assert refusals == [UnknownArtifact, UnknownArtifact, BadRequest, Checksum, Checksum]
     assert config["batch"] == {"samples": 10, "microbatches": 5, "evaluation_samples": 64}
 
 

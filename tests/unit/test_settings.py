@@ -147,7 +147,7 @@ def test_what_a_class_refuses_comes_with_its_path() -> None:
     refusal = "inner: samples is 0; it must be at least 1"
     assert problems({"host": "h", "inner": {"samples": 0}, "on": 3})[1] == refusal
     assert problems({"samples": 0}, Inner) == ("samples is 0; it must be at least 1",)
-    assert problems({"batch": {"samples": 0}}, RunConfig) == ("batch.samples is 0; it must be at least 1",)
+    assert problems({"batch": {"samples": 0}}, RunConfig) == ("batch.samples is 0; it must be 1 to 2147483648",)
 
 
 def test_what_is_no_mapping() -> None:

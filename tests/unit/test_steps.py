@@ -119,12 +119,12 @@ def test_other_microbatches_than_leased_are_refused(step):
 
 def test_weight_must_be_the_same_in_all_buckets(step):
     step.begin(ANT, Bucket("block", 0), SPEC, stats(ANT))
-    with pytest.raises(WeightMismatch, match="gives micro-batch 0 weight 5; expected 4"):
+    with pytest.raises(WeightMismatch, match="gives micro-batch 0 weight or count 5; expected 4"):
         step.begin(ANT, Bucket("block", 1), SPEC, stats(ANT, weight=5))
 
 
 def test_negative_weight_is_refused(step):
-    with pytest.raises(WeightMismatch, match="weight -1; expected at least 0"):
+    with pytest.raises(WeightMismatch, match="weight or count -1; expected 0 to"):
         step.begin(ANT, FLAT, SPEC, stats(ANT, weight=-1))
 
 

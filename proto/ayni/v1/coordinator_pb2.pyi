@@ -1061,7 +1061,7 @@ class CommitStepResponse(_message.Message):
     total_weight: _builtins.int
     """What the sums were divided by. 0 means that no micro-batch had weight: the update is skipped."""
     global_loss: _builtins.float
-    """Sum of losses over total_weight."""
+    """Sum of losses over total_weight. NaN unless every micro-batch came with its loss."""
     gradient_norm: _builtins.float
     """Euclidean norm of the mean gradient over all buckets, before clipping. 0 when evaluating."""
     num_correct: _builtins.int
