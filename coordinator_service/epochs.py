@@ -8,11 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ayni.errors import AyniError, UnknownWorker
+from ayni.step_values import StepTimes
 from coordinator_service.membership import Applicant, Epoch, Member, Membership
 from coordinator_service.rounds import Flow
 from coordinator_service.signals import Signal
 from coordinator_service.steps import compare_hashes
-from coordinator_service.values import Assignment, Shutdown, StepTimes, Waiting
+from coordinator_service.values import Assignment, Shutdown, Waiting
 
 _log = logging.getLogger(__name__)
 

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from ayni.buckets import Bucket
 from ayni.errors import AyniError, StepVoided
 from ayni.order import microbatch_positions
+from ayni.step_values import Commit, MicrobatchStats
 from ayni.tensors import TensorSpec
 from coordinator_service.membership import Epoch
 from coordinator_service.plan import Layout
 from coordinator_service.rounds import Exchange, Flow, LiveRound
 from coordinator_service.signals import Signal
-from coordinator_service.steps import Lease, Moment, Stats, Step
-from coordinator_service.values import Assignment, Committed
+from coordinator_service.steps import Lease, Moment, Step
+from coordinator_service.values import Assignment
 
 
 class LiveStep:
@@ -38,7 +39,7 @@ class LiveStep:
             chunk_elements=chunk_elements,
         )
         self.all_committed = asyncio.Event()
-        self.ended: asyncio.Future[Committed] = asyncio.get_running_loop().create_future()
+        self.ended: asyncio.Future[Commit] = asyncio.get_running_loop().create_future()
         self.ended.add_done_callback(_retrieve)
         self._epoch = epoch
         self._rounds: dict[Bucket, LiveRound] = {}
@@ -76,7 +77,7 @@ class LiveStep:
         return any(lease.worker_id == worker_id for lease in self.core.uncommitted)
 
     def begin(
-        self, lease: Lease, flow: Flow, bucket: Bucket, spec: TensorSpec, stats: Sequence[Stats], window: int
+        self, lease: Lease, flow: Flow, bucket: Bucket, spec: TensorSpec, stats: Sequence[MicrobatchStats], window: int
     ) -> Exchange:
         """Opens a worker's contribution to a bucket; see `Step.begin`."""
         reduced = self.core.begin(lease, bucket, spec, stats)
@@ -112,7 +113,7 @@ class LiveStep:
             self.ended.cancel()
 
 
-def _retrieve(future: "asyncio.Future[Committed]") -> None:
+def _retrieve(future: "asyncio.Future[Commit]") -> None:
     """Marks an exception as seen: workers may have no call open that waits for it."""
     if not future.cancelled():
         future.exception()

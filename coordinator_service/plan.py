@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ayni.run_config import LARGEST_MICROBATCHES
+from ayni.step_values import Commit
 from coordinator_service import schedule
 from coordinator_service.config import RunFile
 from coordinator_service.shards import plan_shards
 from coordinator_service.steps import Step, Totals
 from coordinator_service.store_records import CommitRecord
-from coordinator_service.values import Committed
 
 _SMOOTHING = 0.3
 
@@ -78,10 +78,10 @@ def is_better(file: RunFile, totals: Totals, best: float | None) -> tuple[bool, 
     return best is None or score > best, score
 
 
-def committed(file: RunFile, step: Step, totals: Totals, best: float | None) -> Committed:
+def committed(file: RunFile, step: Step, totals: Totals, best: float | None) -> Commit:
     """Returns what the commit of a step says."""
     norm = step.gradient_norm()
-    return Committed(
+    return Commit(
         step=step.step,
         attempt=step.attempt,
         total_weight=totals.total_weight,
@@ -95,7 +95,7 @@ def committed(file: RunFile, step: Step, totals: Totals, best: float | None) -> 
     )
 
 
-def record(step: Step, layout: Layout, told: Committed, unix_time: float) -> CommitRecord:
+def record(step: Step, layout: Layout, told: Commit, unix_time: float) -> CommitRecord:
     """Returns what is kept of the commit."""
     return CommitRecord(
         kind=step.kind,
@@ -116,7 +116,7 @@ def record(step: Step, layout: Layout, told: Committed, unix_time: float) -> Com
     )
 
 
-def sentence(step: Step, told: Committed, seconds: float) -> str:
+def sentence(step: Step, told: Commit, seconds: float) -> str:
     """Returns the commit as a sentence for the log."""
     loss = "unknown" if math.isnan(told.global_loss) else f"{told.global_loss:.4f}"
     parts = [f"{step.label} committed: loss {loss}"]

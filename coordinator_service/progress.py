@@ -3,7 +3,8 @@
 import math
 import time
 
-from coordinator_service.values import Committed, Waiting
+from ayni.step_values import Commit
+from coordinator_service.values import Waiting
 
 
 class Progress:
@@ -50,7 +51,7 @@ class Progress:
         self.step, self.attempt, self.kind = step, attempt, kind
         self._opened = time.monotonic()
 
-    def commit(self, kind: str, told: Committed, num_samples: int, score: float | None) -> None:
+    def commit(self, kind: str, told: Commit, num_samples: int, score: float | None) -> None:
         """Notes a commit."""
         self.step_seconds = time.monotonic() - self._opened
         if kind == "train":

@@ -23,6 +23,7 @@ from ayni.errors import (
     StepVoided,
     WeightMismatch,
 )
+from ayni.step_values import Commit, MicrobatchStats, StepTimes
 from ayni.tensors import TensorSpec
 from coordinator_service import plan
 from coordinator_service.config import RunFile
@@ -32,8 +33,8 @@ from coordinator_service.membership import Applicant, Epoch, Member, Membership
 from coordinator_service.progress import Progress
 from coordinator_service.rounds import Exchange
 from coordinator_service.signals import Signal
-from coordinator_service.steps import Key, Moment, Stats
-from coordinator_service.values import Committed, Shutdown, StepTimes
+from coordinator_service.steps import Key, Moment
+from coordinator_service.values import Shutdown
 
 _log = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ class Report:
 
     kind: str
     num_buckets: int
-    stats: Sequence[Stats]
+    stats: Sequence[MicrobatchStats]
     parameters_sha256: str
     times: StepTimes
 
@@ -75,7 +76,7 @@ class Run:
         )
         self.epochs.core.agreed = self._given_agreements()
         self.live: LiveStep | None = None
-        self.last_commit: tuple[Moment, str, Committed] | None = None
+        self.last_commit: tuple[Moment, str, Commit] | None = None
         self._next_lease = 0
         self._update = file.optimizer.update
         self._stopped = False
@@ -127,7 +128,9 @@ class Run:
         """Refuses a lease that is not the worker's own in the open attempt; see `Step.lease`."""
         self._open_step(key).core.lease(seat.member.worker_id, key)
 
-    def begin(self, seat: Seat, key: Key, bucket: Bucket, spec: TensorSpec, stats: Sequence[Stats]) -> Exchange:
+    def begin(
+        self, seat: Seat, key: Key, bucket: Bucket, spec: TensorSpec, stats: Sequence[MicrobatchStats]
+    ) -> Exchange:
         """Opens a contribution.
 
         Raises:
@@ -137,7 +140,7 @@ class Run:
         lease = live.core.lease(seat.member.worker_id, key)
         return live.begin(lease, seat.flow, bucket, spec, stats, self.file.window_chunks)
 
-    async def commit(self, seat: Seat, key: Key, report: Report) -> Committed:
+    async def commit(self, seat: Seat, key: Key, report: Report) -> Commit:
         """Notes that a worker is done and waits for the step's commit; a committed step is answered again.
 
         Raises:

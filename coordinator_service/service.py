@@ -7,6 +7,7 @@ import grpc
 
 from ayni import PROTOCOL_VERSION
 from ayni.errors import AyniError, BadRequest, Incompatible, UnknownWorker
+from ayni.messages import dtype_enum, dtype_name, duration
 from ayni.rpc import Context, peer_of
 from ayni.v1 import coordinator_pb2 as pb
 from coordinator_service import status, wire
@@ -40,9 +41,9 @@ class CoordinatorServicer:
             total_workers=max(file.num_starters, len(self._run.epochs.seats)),
             run_id=file.run_id,
             epoch=self._run.epochs.core.epoch.number,
-            lease=wire.duration(file.timeouts.lease.total_seconds()),
-            heartbeat_interval=wire.duration(file.timeouts.heartbeat_interval.total_seconds()),
-            wire_type=wire.dtype_enum(file.wire_type),
+            lease=duration(file.timeouts.lease.total_seconds()),
+            heartbeat_interval=duration(file.timeouts.heartbeat_interval.total_seconds()),
+            wire_type=dtype_enum(file.wire_type),
             update=self._run.update_mode,
         )
 
@@ -149,7 +150,7 @@ class CoordinatorServicer:
         if request.protocol_version != PROTOCOL_VERSION:
             raise _incompatible("protocol_version", PROTOCOL_VERSION, request.protocol_version or "not said")
         self._check_run_id(request.run_id)
-        offered = [wire.dtype_name(value) for value in request.wire_types] or ["float32"]
+        offered = [dtype_name(value) for value in request.wire_types] or ["float32"]
         if self._run.file.wire_type not in offered:
             raise _incompatible("wire_type", self._run.file.wire_type, ", ".join(offered))
         if request.backend not in ("cuda", "wgpu", "cpu"):

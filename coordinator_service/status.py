@@ -5,10 +5,10 @@ import time
 from dataclasses import fields
 
 from ayni import PROTOCOL_VERSION
+from ayni.messages import duration, times_message
 from ayni.run_config import RunConfig
 from ayni.settings import to_mapping
 from ayni.v1 import coordinator_pb2 as pb
-from coordinator_service import wire
 from coordinator_service.artifacts import Artifacts
 from coordinator_service.epochs import Seat
 from coordinator_service.run import Run
@@ -54,7 +54,7 @@ def snapshot(run: Run) -> pb.RunSnapshot:
         sent_bytes=run.epochs.sent_bytes,
         workers=[_worker(run, seat) for _, seat in sorted(run.epochs.seats.items())],
         waiting=_waiting(run),
-        elapsed=wire.duration(time.monotonic() - progress.started),
+        elapsed=duration(time.monotonic() - progress.started),
         reducer_bytes=held,
         reducer_peak_bytes=progress.peak_reducer_bytes,
     )
@@ -74,8 +74,8 @@ def _worker(run: Run, seat: Seat) -> pb.WorkerSnapshot:
         share=seat.share,
         samples_per_second=seat.speed,
         activity=member.activity,
-        last_seen=wire.duration(run.epochs.silence(member)),
-        times=wire.step_times_message(seat.times),
+        last_seen=duration(run.epochs.silence(member)),
+        times=times_message(seat.times),
         peer=member.applicant.peer,
         committed=bool(run.live and member.worker_id in run.live.core.committed),
         received_bytes=seat.flow.received_bytes,

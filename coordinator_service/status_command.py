@@ -15,11 +15,11 @@ from rich.text import Text
 
 from ayni.channels import open_sync_channel
 from ayni.endpoints import ClientTls
+from ayni.messages import duration
 from ayni.process import DONE, FAILED, TEMPORARY, exit_code_of, load_token
 from ayni.rpc import error_from
 from ayni.v1 import coordinator_pb2 as pb
 from ayni.v1 import coordinator_pb2_grpc
-from coordinator_service.wire import duration
 
 _TIMEOUT = 10.0
 _WIDE = 130

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from ayni.buckets import Bucket
 from ayni.errors import Diverged, NonFinite, NotLeased, SpecMismatch, StaleEpoch, StaleStep, WeightMismatch
+from ayni.step_values import MicrobatchStats
 from ayni.tensors import TensorSpec
 from coordinator_service.reduction import Reduced, Round
 
@@ -49,17 +50,6 @@ class Key:
 
     moment: Moment
     lease_id: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Stats:
-    """What a worker says of one micro-batch."""
-
-    microbatch: int
-    weight: int
-    loss_sum: float | None = None
-    num_correct: int = 0
-    num_predictions: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +98,7 @@ class Step:
         self.committed: set[int] = set()
         self.hashes: dict[int, str] = {}
         self._chunk_elements = chunk_elements
-        self._stats: dict[int, Stats] = {}
+        self._stats: dict[int, MicrobatchStats] = {}
         self._num_buckets: int | None = None
 
     @property
@@ -163,7 +153,7 @@ class Step:
             )
         return lease
 
-    def begin(self, lease: Lease, bucket: Bucket, spec: TensorSpec, stats: Sequence[Stats]) -> list[Reduced]:
+    def begin(self, lease: Lease, bucket: Bucket, spec: TensorSpec, stats: Sequence[MicrobatchStats]) -> list[Reduced]:
         """Opens a worker's contribution to one bucket.
 
         Raises:
@@ -178,7 +168,7 @@ class Step:
         weights = {s.microbatch: s.weight for s in stats}
         return self.rounds[bucket].begin(lease.worker_id, lease.worker_name, spec, weights)
 
-    def commit(self, lease: Lease, num_buckets: int, stats: Sequence[Stats], parameters_sha256: str) -> None:
+    def commit(self, lease: Lease, num_buckets: int, stats: Sequence[MicrobatchStats], parameters_sha256: str) -> None:
         """Notes that a worker holds every bucket. A repeated commit changes nothing.
 
         Raises:
@@ -227,7 +217,7 @@ class Step:
             expected=self.leases,
         )
 
-    def _take_down(self, lease: Lease, stats: Sequence[Stats]) -> None:
+    def _take_down(self, lease: Lease, stats: Sequence[MicrobatchStats]) -> None:
         if [s.microbatch for s in stats] != list(range(lease.start, lease.stop)):
             raise NotLeased(
                 f"{self.label}: worker {lease.worker_name} contributes micro-batches {[s.microbatch for s in stats]}; "
@@ -238,7 +228,7 @@ class Step:
         merged = [self._merge(lease, s) for s in stats]
         self._stats.update({s.microbatch: s for s in merged})
 
-    def _merge(self, lease: Lease, new: Stats) -> Stats:
+    def _merge(self, lease: Lease, new: MicrobatchStats) -> MicrobatchStats:
         for count in (new.weight, new.num_correct, new.num_predictions):
             if not 0 <= count <= LARGEST_COUNT:
                 raise _weight_mismatch(self.label, lease, new.microbatch, f"0 to {LARGEST_COUNT}", count)

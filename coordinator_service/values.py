@@ -52,30 +52,3 @@ class Shutdown:
     reason: str
     finished: bool
     committed_steps: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepTimes:
-    """Where a worker's time went in one step, in seconds."""
-
-    compute: float = 0.0
-    exchange: float = 0.0
-    commit_wait: float = 0.0
-    update: float = 0.0
-    data: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Committed:
-    """A committed step, as it is told to every worker."""
-
-    step: int
-    attempt: int
-    total_weight: int
-    global_loss: float
-    gradient_norm: float
-    num_correct: int
-    num_predictions: int
-    learning_rate: float
-    clip_factor: float
-    best: bool

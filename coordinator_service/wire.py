@@ -1,19 +1,18 @@
 """Messages to values and back. Generated classes stop here and in `service`.  [shell]"""
 
 from collections.abc import Sequence
-from datetime import timedelta
-
-from google.protobuf.duration_pb2 import Duration
 
 from ayni.buckets import BLOCK_COMPONENTS, FLAT, NON_BLOCK_COMPONENTS, Bucket
 from ayni.errors import BadRequest, SpecMismatch, TooLarge
+from ayni.messages import dtype_name, times_of
+from ayni.step_values import Commit, MicrobatchStats
 from ayni.tensors import WIRE_DTYPES, TensorSpec, itemsize
 from ayni.v1 import coordinator_pb2 as pb
 from ayni.v1 import tensor_pb2
 from coordinator_service import values
 from coordinator_service.membership import Applicant
 from coordinator_service.run import Report
-from coordinator_service.steps import Key, Moment, Stats, Totals
+from coordinator_service.steps import Key, Moment, Totals
 
 _MAX_MICROBATCHES = 1 << 16
 _MAX_COMPONENTS = 1 << 16
@@ -21,26 +20,6 @@ _MAX_SAMPLES = 1 << 48
 _KINDS = {"train": pb.STEP_KIND_TRAIN, "evaluate": pb.STEP_KIND_EVALUATE}
 
 Begin = pb.GradientBegin | pb.BlockGradientBegin | pb.NonBlockGradientBegin
-
-
-def duration(seconds: float) -> Duration:
-    """Returns seconds as a message."""
-    result = Duration()
-    result.FromTimedelta(timedelta(seconds=seconds))
-    return result
-
-
-def dtype_enum(name: str) -> "tensor_pb2.DType.ValueType":
-    """Returns the enum value of an element type's name."""
-    return tensor_pb2.DType.Value(f"DTYPE_{name.upper()}")
-
-
-def dtype_name(value: int) -> str:
-    """Returns the name of an element type; empty for one that this version does not know."""
-    try:
-        return tensor_pb2.DType.Name(value)[len("DTYPE_") :].lower()  # type: ignore[arg-type]
-    except ValueError:
-        return ""
 
 
 def applicant(request: pb.JoinRequest, session: str, peer: str) -> Applicant:
@@ -128,11 +107,11 @@ def _components(message: tensor_pb2.TensorSpec, which: Bucket) -> tuple[int, ...
     return sizes
 
 
-def stats(messages: Sequence[pb.MicrobatchStats]) -> list[Stats]:
+def stats(messages: Sequence[pb.MicrobatchStats]) -> list[MicrobatchStats]:
     """Returns what a worker says of its micro-batches."""
     _limit("microbatches", len(messages), _MAX_MICROBATCHES)
     return [
-        Stats(
+        MicrobatchStats(
             microbatch=m.microbatch,
             weight=m.weight,
             loss_sum=m.loss_sum if m.HasField("loss_sum") else None,
@@ -168,24 +147,7 @@ def report(request: pb.CommitStepRequest) -> Report:
         num_buckets=request.num_buckets,
         stats=stats(request.microbatches),
         parameters_sha256=request.parameters_sha256[:64],
-        times=step_times(request.times),
-    )
-
-
-def step_times(message: pb.StepTimes) -> values.StepTimes:
-    """Returns where a worker's time went."""
-    names = ("compute", "exchange", "commit_wait", "update", "data")
-    return values.StepTimes(**{name: getattr(message, name).ToTimedelta().total_seconds() for name in names})
-
-
-def step_times_message(times: values.StepTimes) -> pb.StepTimes:
-    """Returns where a worker's time went, as a message."""
-    return pb.StepTimes(
-        compute=duration(times.compute),
-        exchange=duration(times.exchange),
-        commit_wait=duration(times.commit_wait),
-        update=duration(times.update),
-        data=duration(times.data),
+        times=times_of(request.times),
     )
 
 
@@ -221,7 +183,7 @@ def _assignment(frame: values.Assignment) -> pb.Assignment:
     )
 
 
-def committed(told: values.Committed) -> pb.CommitStepResponse:
+def committed(told: Commit) -> pb.CommitStepResponse:
     """Returns a commit as a message."""
     return pb.CommitStepResponse(
         step=told.step,

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from ayni.channels import open_channel
 from ayni.endpoints import Address, parse_address
 from ayni.logs import log_context
-from ayni.process import DONE, FAILED, TemporaryFailure, load_token, on_signal
+from ayni.process import DONE, FAILED, Stopped, TemporaryFailure, load_token, on_signal
 from ayni.run_config import RunConfig
 from ayni.servers import TokenInterceptor, add_health_and_reflection, bind, make_server
 from ayni.settings import SettingsError, from_mapping
@@ -85,22 +85,33 @@ class Agent:
         try:
             with self._context(worker=self._name), on_signal(self._stop), self._serving(token) as address:
                 return self._live(token, address, reporter)
-        except (CoordinatorUnreachable, CoordinatorLost) as error:
-            raise TemporaryFailure(str(error)) from error
-        except (KeyboardInterrupt, Interrupted):
-            _log.warning("interrupted (%s)", self._signal or "SIGINT")
-            return FAILED
+        except BaseException as error:
+            return self._failed(error)
         finally:
             reporter.close()
+
+    def _failed(self, error: BaseException) -> int:
+        """Returns the exit code of a life that an error ended, or raises what says more."""
+        # After a signal every error is its consequence: libraries turn what interrupts them into errors of their own.
+        if self._signal or isinstance(error, KeyboardInterrupt | Interrupted):
+            _log.debug("traceback", exc_info=error)
+            _log.warning("interrupted (%s)", self._signal or "SIGINT")
+            return FAILED
+        if isinstance(error, CoordinatorUnreachable | CoordinatorLost):
+            raise TemporaryFailure(str(error)) from error
+        raise error
 
     def _live(self, token: str, address: str, reporter: Reporter) -> int:
         run, files = self._fetch(token, reporter)
         try:
             job = self._build(run, files)
-        except (ValueError, ImportError, FileNotFoundError) as error:
-            for problem in error.problems if isinstance(error, SettingsError) else (error,):
+        except Exception as error:
+            self._check_signal()
+            for problem in _problems(error):
                 _log.error("run %s can't be trained here: %s", run.run_id, problem)
+            _log.debug("traceback", exc_info=True)
             return FAILED
+        self._check_signal()
         self._client = client = WorkerClient.connect(
             self._client_config(job, token, address), job.backend.gpu_count, job.backend.name
         )
@@ -135,7 +146,7 @@ class Agent:
         """Builds the task and what trains it.
 
         Raises:
-            ValueError, ImportError, FileNotFoundError: it does not fit this machine, or the run's files.
+            Exception: it does not fit this machine, or the run's files, or the task has a bug.
         """
         run_config = from_mapping(RunConfig, json.loads(run.config_json))
         if not run_config.task.name:
@@ -211,7 +222,7 @@ class Agent:
         """Tells the coordinator why this worker goes, however it goes."""
         try:
             yield
-        except (KeyboardInterrupt, Interrupted):
+        except (KeyboardInterrupt, Stopped, Interrupted):
             client.close(f"interrupted ({self._signal or 'SIGINT'})")
             raise
         except BaseException as error:
@@ -258,7 +269,12 @@ class Agent:
         if self._client:
             # An exception that is raised inside a callback of the interpreter may be lost; this one is not.
             self._client.interrupt(name)
-        raise KeyboardInterrupt(name)
+        raise Stopped(name)
+
+    def _check_signal(self) -> None:
+        """Stops, if a library has swallowed what the signal raised."""
+        if self._signal:
+            raise Stopped(self._signal)
 
 
 def _dialable(address: str) -> str:
@@ -267,6 +283,15 @@ def _dialable(address: str) -> str:
     if parsed.host in ("0.0.0.0", "::"):
         return str(Address(host=socket.gethostname(), port=parsed.port))
     return address
+
+
+def _problems(error: Exception) -> tuple[object, ...]:
+    """Returns an error's sentences. Those that are not meant for users begin with the name of the class."""
+    if isinstance(error, SettingsError):
+        return error.problems
+    if isinstance(error, ValueError | ImportError | OSError):
+        return (error,)
+    return (f"{type(error).__name__}: {error}",)
 
 
 def _farewell(result: "TrainResult", client: WorkerClient) -> str:

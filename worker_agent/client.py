@@ -6,6 +6,7 @@ simple calls (`worker_agent.seed_calls`) for a loop of your own. The network run
 
 import logging
 import os
+import re
 import secrets
 import socket
 from collections.abc import Coroutine, Sequence
@@ -19,6 +20,7 @@ from ayni.buckets import Bucket
 from ayni.channels import open_channel
 from ayni.endpoints import ClientTls, Keepalive
 from ayni.errors import AyniError
+from ayni.settings import SettingsError
 from ayni.tensors import TensorSpec
 from worker_agent import bridge, contributions, messages
 from worker_agent.contact import first_contact
@@ -99,7 +101,6 @@ class WorkerClient(SeedCalls):
         self._config = config
         self._bridge = network
         self._member = member
-        self._closed = False
 
     @classmethod
     def connect(cls, config: ClientConfig, gpu_count: int, backend: str) -> Self:
@@ -113,8 +114,9 @@ class WorkerClient(SeedCalls):
         Raises:
             AyniError: the coordinator refused (`TokenRefused`, `Incompatible`, `IdentityTaken`, ...).
             CoordinatorUnreachable: it did not answer in time.
-            SettingsError: the address or the TLS files are wrong.
+            SettingsError: the address, the token or the TLS files are wrong.
         """
+        _check_token(config.token)
         network = bridge.shared()
         joining = _join(config, gpu_count, backend)
         member = network.wait(joining, _seconds(config.connect_timeout), f"Join at {config.coordinator}")
@@ -158,6 +160,8 @@ class WorkerClient(SeedCalls):
         component_sizes: Sequence[int] = (),
     ) -> "Future[Vector]":
         """Starts one bucket's reduction; see `Session.contribute`."""
+        self._check_usable()
+        self._worked_on = assignment
         offer = Offer(
             assignment=assignment,
             bucket=bucket,
@@ -179,11 +183,14 @@ class WorkerClient(SeedCalls):
         times: StepTimes = StepTimes(),
     ) -> Commit:
         """Waits for the lease's contributions and the step's commit; see `Session.commit`."""
+        self._check_usable()
+        self._worked_on = assignment
         work = self._member.commit(assignment, num_buckets, microbatches, parameters_sha256, times)
         return self._wait(self._submit(work), f"the commit of step {assignment.step}")
 
     def report(self, activity: str) -> None:
         """Says what the worker is doing; travels with the next heartbeat."""
+        self._check_usable()
         self._member.activity = activity
 
     def interrupt(self, reason: str) -> None:
@@ -199,10 +206,11 @@ class WorkerClient(SeedCalls):
         """
         if self._closed:
             return
+        owed = self._commit_future if self._step else None
         self._closed = True
         try:
-            if self._step and self._commit_future:
-                self.commit_step()
+            if owed:
+                self._wait(owed, "the commit of the last step")
         except (AyniError, ConnectionError) as error:
             _log.warning("the last step was not committed: %s", error)
         finally:
@@ -218,6 +226,9 @@ class WorkerClient(SeedCalls):
         if error is not None:
             self._step = self._commit_future = None
         self.close("done" if error is None else f"failed: {type(error).__name__}: {error}")
+
+    def _has_news(self) -> bool:
+        return self._member.news.has_more
 
     def _next_shard(self) -> ShardAssignment | None:
         waiting = self._member.next_assignment(self._config.shard_timeout)
@@ -280,6 +291,11 @@ def _facts(config: ClientConfig, gpu_count: int, backend: str) -> JoinFacts:
         num_training_samples=config.num_training_samples,
         num_evaluation_samples=config.num_evaluation_samples,
     )
+
+
+def _check_token(token: str) -> None:
+    if not re.fullmatch(r"[!-~]*", token):
+        raise SettingsError("the join token may have printable ASCII characters only, and no spaces")
 
 
 def _seconds(limit: timedelta) -> float:

@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import TypeVar
 
 from ayni.buckets import Bucket
-from ayni.errors import AyniError, Deadline, StaleEpoch, StaleStep, StepVoided
+from ayni.errors import AyniError, Deadline, StaleEpoch, StaleStep, StepVoided, UnknownWorker
 from ayni.logs import ChangeLogger
 from worker_agent.backoff import delays
 from worker_agent.coordinator import Coordinator, translated
@@ -32,6 +32,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _LEAVE_SECONDS = 5.0
+_LAST_WORD_SECONDS = 2.0
 
 
 class Member:
@@ -198,6 +199,8 @@ class Member:
             raise _deadline(f"{what} ({self.news.waiting_for})", self._timeout) from None
         except (StaleEpoch, StaleStep) as error:
             raise voided(assignment, error.message) from error
+        except UnknownWorker as error:
+            raise await self._last_word(error) from None
         except TransportBroken as error:
             raise await self._truth(assignment, error) from error
 
@@ -216,6 +219,13 @@ class Member:
                 return await self.news.truth_about(assignment)
         except TimeoutError:
             return TransportBroken(f"{broken}; the coordinator said nothing about it within {lease:g} s", broken.code)
+
+    async def _last_word(self, refusal: UnknownWorker) -> Exception:
+        """Returns why membership ended: the assignment stream knows it, other calls only that there is none."""
+        if self._listener:
+            await asyncio.wait({self._listener}, timeout=_LAST_WORD_SECONDS)
+        ending = self.news.ending
+        return ending if isinstance(ending, UnknownWorker) else refusal
 
     async def _stop_work(self, why: Exception) -> None:
         if tasks := self._cancel_work(why):
@@ -268,6 +278,8 @@ class Member:
             try:
                 await self._coordinator.heartbeat(epoch, step, self.activity, self.membership.lease)
                 self._last_heard = self._now()
+            except UnknownWorker as error:
+                self.fail(await self._last_word(error))
             except AyniError as error:
                 self.fail(error)
             except TransportBroken as error:

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
-from google.protobuf.duration_pb2 import Duration
-
+from ayni.messages import dtype_enum, dtype_name, times_message
 from ayni.tensors import TensorSpec
 from ayni.v1 import coordinator_pb2 as pb
 from ayni.v1 import tensor_pb2
@@ -91,7 +90,7 @@ def join_request(facts: JoinFacts, protocol_version: int) -> pb.JoinRequest:
         join_nonce=facts.join_nonce,
         task_fingerprint=facts.task_fingerprint,
         dataset_fingerprint=facts.dataset_fingerprint,
-        wire_types=[dtype_value(name) for name in facts.wire_types],
+        wire_types=[dtype_enum(name) for name in facts.wire_types],
         gpu_count=facts.gpu_count,
         backend=facts.backend,
         device_names=facts.device_names,
@@ -155,7 +154,7 @@ def begin_frame(worker_id: int, offer: Offer, spec: TensorSpec) -> bytes:
         attempt=assignment.attempt,
         lease_id=assignment.lease_id,
         tensor=tensor_pb2.TensorSpec(
-            dtype=dtype_value(spec.dtype), num_elements=spec.num_elements, component_sizes=spec.component_sizes
+            dtype=dtype_enum(spec.dtype), num_elements=spec.num_elements, component_sizes=spec.component_sizes
         ),
         microbatches=[_stats(stats) for stats in offer.microbatches],
     )
@@ -189,7 +188,7 @@ def commit_request(
         num_buckets=num_buckets,
         microbatches=[_stats(stats) for stats in microbatches],
         parameters_sha256=parameters_sha256,
-        times=_times(times),
+        times=times_message(times),
     )
 
 
@@ -209,16 +208,6 @@ def commit(message: pb.CommitStepResponse) -> Commit:
     )
 
 
-def dtype_value(name: str) -> tensor_pb2.DType.ValueType:
-    """Returns the DType of a name such as "float32"."""
-    return tensor_pb2.DType.Value(f"DTYPE_{name.upper()}")
-
-
-def dtype_name(value: tensor_pb2.DType.ValueType) -> str:
-    """Returns the name of a DType, such as "float32"."""
-    return tensor_pb2.DType.Name(value).removeprefix("DTYPE_").lower()
-
-
 def _stats(stats: MicrobatchStats) -> pb.MicrobatchStats:
     return pb.MicrobatchStats(
         microbatch=stats.microbatch,
@@ -227,19 +216,3 @@ def _stats(stats: MicrobatchStats) -> pb.MicrobatchStats:
         num_correct=stats.num_correct,
         num_predictions=stats.num_predictions,
     )
-
-
-def _times(times: StepTimes) -> pb.StepTimes:
-    return pb.StepTimes(
-        compute=_duration(times.compute),
-        exchange=_duration(times.exchange),
-        commit_wait=_duration(times.commit_wait),
-        update=_duration(times.update),
-        data=_duration(times.data),
-    )
-
-
-def _duration(seconds: float) -> Duration:
-    result = Duration()
-    result.FromTimedelta(timedelta(seconds=seconds))
-    return result

@@ -33,6 +33,11 @@ class News:
         self.ending = self.ending or ending
         self._announce()
 
+    @property
+    def has_more(self) -> bool:
+        """Whether `next_assignment` would return or raise at once."""
+        return self.ending is not None or not self._taken
+
     async def next_assignment(self) -> ShardAssignment | None:
         """Waits for a lease that was not taken before; None after a shutdown.
 

@@ -23,6 +23,7 @@ import numpy as np
 from ayni.buckets import FLAT, Bucket
 from ayni.errors import StepVoided
 from worker_agent.contributions import Offer
+from worker_agent.seed_arguments import check_result, whole
 from worker_agent.seed_step import SeedStep, block_bucket, non_block_bucket
 from worker_agent.session import Commit, MicrobatchStats, ShardAssignment, Vector
 from worker_agent.vectors import Restore, to_vector
@@ -74,6 +75,9 @@ class SeedCalls(ABC):
         self._lease: ShardAssignment | None = None
         self._step: SeedStep[_OnItsWay] | None = None
         self._commit_future: Future[Commit] | None = None
+        self._worked_on: ShardAssignment | None = None
+        """Lease that `contribute` or `commit` was called for last."""
+        self._closed = False
 
     def receive_shard(self) -> ShardAssignment | None:
         """Waits for the next lease; None when the run is over. Commits the step before it, if that is still owed.
@@ -81,8 +85,10 @@ class SeedCalls(ABC):
         Raises:
             AyniError: the coordinator refused (`Halted`, `Diverged`, ...), or gave the last step up (`StepVoided`).
             CoordinatorLost: the coordinator is gone.
-            RuntimeError: an average was sent for but never received.
+            RuntimeError: an average was sent for but never received, or nothing was done for the lease before.
         """
+        self._check_usable()
+        self._check_worked_on()
         if self._step:
             self._step.check_received()
             self.commit_step()
@@ -105,6 +111,8 @@ class SeedCalls(ABC):
             ValueError: an argument does not fit the lease.
         """
         with self._lock:
+            self._open_step()
+            check_result(loss, correct, total)
             seed_step = self._send(step, FLAT, gradients, total)
             self._finish(seed_step, seed_step.finish(step, loss, correct, total))
 
@@ -140,7 +148,7 @@ class SeedCalls(ABC):
         Raises:
             ValueError: an argument does not fit the lease.
         """
-        sizes = tuple(map(int, component_sizes))
+        sizes = tuple(whole("component_sizes", size) for size in component_sizes)
         bucket = block_bucket(block_idx, num_blocks, len(gradients), sizes)
         with self._lock:
             self._send(step, bucket, gradients, total, sizes, num_blocks)
@@ -219,7 +227,27 @@ class SeedCalls(ABC):
     def _wait(self, future: "Future[Any]", what: str) -> Any:
         """Waits for a future, with a deadline."""
 
+    @abstractmethod
+    def _has_news(self) -> bool:
+        """Returns whether the coordinator has said what comes after the lease that was handed out last."""
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise RuntimeError("this client is closed: it has left the run; join again with WorkerClient.connect()")
+
+    def _check_worked_on(self) -> None:
+        """Confirms that asking for a lease can have an answer: the step of the last one goes on without one else."""
+        lease = self._lease
+        if lease is None or self._step or self._worked_on == lease or self._has_news():
+            return
+        first = "contribute to it" if lease.kind == "train" else "it is an evaluation: give its result to finish_step()"
+        raise RuntimeError(
+            f"step {lease.step} is still leased to this worker and nothing was sent for it; {first} "
+            "(or call commit_step() or finish_step()) before the next receive_shard()"
+        )
+
     def _open_step(self) -> SeedStep[_OnItsWay]:
+        self._check_usable()
         if self._lease is None:
             raise RuntimeError("there is no assignment in progress; call receive_shard() first")
         if self._step is None:

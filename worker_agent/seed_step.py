@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 from ayni.buckets import BLOCK_COMPONENTS, NON_BLOCK_COMPONENTS, Bucket
+from worker_agent.seed_arguments import loss_sum, whole
 from worker_agent.session import MicrobatchStats, ShardAssignment
 
 R = TypeVar("R")
@@ -53,9 +54,9 @@ class SeedStep(Generic[R]):
             raise ValueError(f"step {step} is an evaluation and takes no gradients; give its result to finish_step()")
         if bucket in self.buckets or (self.buckets and "flat" in (bucket.kind, self.buckets[0].kind)):
             raise ValueError(f"{bucket} can't be sent after {', '.join(map(str, self.buckets))} in the same step")
-        stats = MicrobatchStats(microbatch=self.assignment.microbatch_start, weight=self._agree(weight))
+        self._weight = self._agreed(weight)
         self.buckets.append(bucket)
-        return stats
+        return MicrobatchStats(microbatch=self.assignment.microbatch_start, weight=self._weight)
 
     def finish(self, step: int, loss: float | None, correct: int, weight: int | None) -> MicrobatchStats:
         """Notes that nothing more is sent and returns what to say of the micro-batch.
@@ -64,15 +65,15 @@ class SeedStep(Generic[R]):
             ValueError: it does not fit the lease, or what was sent before.
         """
         self._check_open(step)
-        agreed = self._agree(weight)
-        if not 0 <= correct <= agreed:
-            raise ValueError(f"correct is {correct}; it must be in [0, {agreed}]")
-        self.finished = True
+        agreed = self._agreed(weight)
+        num_correct = whole("correct", correct, agreed)
+        summed = None if loss is None else loss_sum(loss, agreed)
+        self._weight, self.finished = agreed, True
         return MicrobatchStats(
             microbatch=self.assignment.microbatch_start,
             weight=agreed,
-            loss_sum=None if loss is None else float(loss) * agreed,
-            num_correct=correct,
+            loss_sum=summed,
+            num_correct=num_correct,
             num_predictions=agreed,
         )
 
@@ -101,19 +102,16 @@ class SeedStep(Generic[R]):
             raise RuntimeError(f"step {self.assignment.step}: the averages of {', '.join(left)} were never received")
 
     def _check_open(self, step: int) -> None:
-        if step != self.assignment.step:
+        if whole("step", step) != self.assignment.step:
             raise ValueError(f"the assignment in progress is step {self.assignment.step}, not step {step}")
         if self.finished:
             raise ValueError(f"step {step} is finished; nothing more can be sent in it")
 
-    def _agree(self, weight: int | None) -> int:
+    def _agreed(self, weight: int | None) -> int:
         default = self.assignment.shard_end - self.assignment.shard_start if self._weight is None else self._weight
-        given = default if weight is None else int(weight)
-        if given < 0:
-            raise ValueError(f"total is {given}; it must be at least 0")
+        given = default if weight is None else whole("total", weight)
         if self._weight not in (None, given):
             raise ValueError(f"total is {given}; the step's other buckets were sent with {self._weight}")
-        self._weight = given
         return given
 
 

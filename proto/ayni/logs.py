@@ -19,8 +19,9 @@ FIELDS = ("worker", "rank", "epoch", "step", "bucket")
 
 _context: ContextVar[Mapping[str, object]] = ContextVar("ayni_log_context", default=MappingProxyType({}))
 _secrets: set[str] = set()
-_OWN = ("ayni", "coordinator_service", "worker_agent", "__main__")
-"""Loggers whose events are logged from the level on that was asked for; others from WARNING on."""
+_QUIET = ("asyncio", "filelock", "fsspec", "grpc", "h5py", "matplotlib", "peft", "safetensors", "tokenizers")
+_QUIET += ("tensorboard", "torch", "transformers", "urllib3")
+"""Packages below us, heard from WARNING on. A task of the user's own logs as ours do."""
 _REDACTED = "[redacted]"
 
 
@@ -38,7 +39,7 @@ def configure(log_format: str = "text", level: str = "INFO") -> None:
     for handler in [handler for handler in root.handlers if isinstance(handler.formatter, _Formatter)]:
         root.removeHandler(handler)
     handler = logging.StreamHandler(sys.stderr)
-    handler.addFilter(_is_ours_or_a_warning)
+    handler.addFilter(_is_wanted)
     handler.setFormatter(_JsonFormatter() if log_format == "json" else _TextFormatter())
     root.addHandler(handler)
     root.setLevel(level.upper())
@@ -77,8 +78,8 @@ def notice(sentence: str, logger: str) -> str:
     return sentence
 
 
-def _is_ours_or_a_warning(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.WARNING or record.name.partition(".")[0] in _OWN
+def _is_wanted(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.WARNING or record.name.partition(".")[0] not in _QUIET
 
 
 class ChangeLogger:

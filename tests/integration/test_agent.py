@@ -1,6 +1,7 @@
 """Life of a worker process, with a real coordinator."""
 
 import json
+import logging
 import signal
 import socket
 import subprocess
@@ -180,6 +181,7 @@ def code_here(server: CoordinatorProcess, name: str, folder: Path) -> int:
 
 
 OWN = """
+import builtins
 import os
 from tests.support.toy_task import ToyTask
 
@@ -191,6 +193,10 @@ class NoSamples(ToyTask):
     def __init__(self, options, context):
         super().__init__(options, context)
         self.num_samples = 0
+
+class Raising(ToyTask):
+    def __init__(self, options, context):
+        raise getattr(builtins, os.environ["OWN_ERROR"])("no luck")
 
 class Named(ToyTask):
     def dataset_fingerprint(self):
@@ -231,6 +237,58 @@ def test_a_run_that_does_not_fit_this_worker_is_refused_before_joining(
     assert caplog.messages[-1].startswith("run toy can't be trained here: ")
     assert words in caplog.messages[-1]
     assert not any(record.exc_info for record in caplog.records)
+
+
+@pytest.mark.parametrize("error", ["RuntimeError", "TypeError", "KeyError"])
+@pytest.mark.usefixtures("own")
+def test_a_task_that_can_not_be_built_is_told_in_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: str
+):
+    monkeypatch.setenv("OWN_ERROR", error)
+    with coordinator(tmp_path, {**RUN, "task": {"name": "own_task:Raising"}}) as server:
+        assert code_here(server, "ant", tmp_path) == 1
+    shown = [record for record in caplog.records if record.levelno > logging.DEBUG]
+    assert shown[-1].getMessage().startswith(f"run toy can't be trained here: {error}: ")
+    assert "no luck" in shown[-1].getMessage()
+    assert not any(record.exc_info for record in shown)
+
+
+LOADING = [("listening", 0.0), ("listening", 0.3), ("listening", 0.9), ("loading task", 0.0), ("loading task", 0.8)]
+
+
+@pytest.mark.parametrize(("moment", "later"), LOADING)
+def test_a_signal_while_loading_ends_an_agent_with_code_1(tmp_path: Path, moment: str, later: float):
+    with coordinator(tmp_path, RUN) as server, agent(server.address, "ant", tmp_path, "--log-format", "json") as ant:
+        if moment == "listening":
+            ant.address()
+        else:
+            ant.wait_for_log(moment)
+        time.sleep(later)  # a moment somewhere inside the imports: every one is as good
+        ant.process.send_signal(signal.SIGTERM)
+        assert ant.end() == 1
+    messages = [json.loads(line)["message"] for line in ant.read_log().splitlines()]
+    assert "SIGTERM: stopping; again to exit at once" in messages
+
+
+def test_a_worker_that_was_frozen_for_too_long_learns_that_it_is_no_member_any_more(tmp_path: Path):
+    timeouts = {"lease": "1s", "heartbeat_interval": "200ms", "shutdown": "2s"}
+    run = {**LONG, "start_workers": 2, "min_workers": 1, "timeouts": timeouts}
+    with (
+        coordinator(tmp_path, run) as server,
+        agent(server.address, "ant", tmp_path),
+        agent(server.address, "bee", tmp_path) as bee,
+    ):
+        bee.wait_for_log("step 3 of")
+        bee.process.send_signal(signal.SIGSTOP)
+        try:
+            server.wait_for_log("worker bee left: its lease ended")
+        finally:
+            bee.process.send_signal(signal.SIGCONT)
+        assert bee.end() == 1
+    last = bee.read_log().splitlines()[-1]
+    assert "is no member any more: its lease ended" in last
+    assert "the run is over" not in bee.read_log()
+    assert "Traceback" not in bee.read_log()
 
 
 def test_a_worker_with_other_data_or_another_model_is_refused_by_name(

@@ -235,6 +235,7 @@ def test_arguments_that_do_not_fit_are_refused_before_anything_is_sent(tmp_path:
         with pytest.raises(RuntimeError, match=r"call receive_shard\(\) first"):
             client.send_gradients(0, good, 0.0, 0, 1)
         shards_of(clients)
+        total: Any
         for step, gradients, total, error, words in (
             (1, good, 1, ValueError, "in progress is step 0, not step 1"),
             (0, [1.0, 2.0], 1, TypeError, "must be a torch tensor or a numpy array, not list"),
@@ -244,9 +245,22 @@ def test_arguments_that_do_not_fit_are_refused_before_anything_is_sent(tmp_path:
             (0, torch.ones(2, 3), 1, ValueError, r"shape \[2, 3\]"),
             (0, np.ones(0, np.float32), 1, ValueError, "no elements"),
             (0, good, -1, ValueError, "total is -1"),
+            (0, good, 4.5, ValueError, "total is 4.5; it must be an int, not float"),
+            (0, good, None, ValueError, "total is None; it must be an int"),
+            (0, good, 2**63, ValueError, "total is 9223372036854775808; it must be in"),
         ):
             with pytest.raises(error, match=words):
                 client.send_gradients(step, gradients, 0.0, 0, total)
+        loss: Any
+        correct: Any
+        for loss, correct, words in (
+            (None, 0, "loss is None; it must be a finite number"),
+            (float("nan"), 0, "loss is nan; it must be a finite number"),
+            (1.0, 2.5, "correct is 2.5; it must be an int, not float"),
+            (1.0, 5, r"correct is 5; it must be in \[0, 4\]"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                client.send_gradients(0, good, loss, correct, 4)
         with pytest.raises(RuntimeError, match="no result of kind 'block' is on its way"):
             client.receive_averaged_block()
         assert client.traffic.sent_bytes == 0
@@ -255,6 +269,49 @@ def test_arguments_that_do_not_fit_are_refused_before_anything_is_sent(tmp_path:
         assert clients[1].receive_averaged().gradients.tolist() == [1.0] * 10
         with pytest.raises(RuntimeError, match="averages of flat were never received"):
             client.receive_shard()
+
+
+@pytest.mark.parametrize("batch", [{"samples": 5, "microbatches": 0}, {"samples": 8, "microbatches": 4}])
+def test_a_second_lease_without_work_on_the_first_is_refused_at_once(tmp_path: Path, batch: dict[str, int]):
+    run = {**RUN, "min_workers": 1, "batch": batch}
+    with coordinator(tmp_path, run) as server, members(server, "ant") as [client]:
+        [lease] = shards_of([client])
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"step 0 is still leased to this worker.*contribute to it"):
+                client.receive_shard()
+        stats = [MicrobatchStats(microbatch=m, weight=1, loss_sum=1.0) for m in lease.microbatches]
+        out = np.empty(9, np.float32)
+        client.contribute(lease, FLAT, [np.ones(9, np.float32)], stats, out=out)
+        client.commit(lease, num_buckets=1, microbatches=stats)
+        [later] = shards_of([client])
+        assert later.step == 1
+
+
+def test_a_client_that_is_closed_says_so_at_every_call(tmp_path: Path):
+    good = np.ones(10, np.float32)
+    with coordinator(tmp_path, {**RUN, "min_workers": 1}) as server:
+        with members(server, "ant") as [client]:
+            [lease] = shards_of([client])
+            client.send_gradients(0, good, 0.0, 0, 5)
+        assert "step 0 committed" in server.read_log()
+        calls: list[Callable[[], object]] = [
+            client.receive_shard,
+            lambda: client.send_gradients(0, good, 0.0, 0, 5),
+            client.receive_averaged,
+            lambda: client.send_block_gradient(0, 0, 1, good, [10, *[0] * 8]),
+            client.receive_averaged_block,
+            lambda: client.send_non_block_gradient(0, 0, good),
+            client.receive_averaged_non_block,
+            lambda: client.finish_step(1.0),
+            client.commit_step,
+            lambda: client.contribute(lease, FLAT, [good], [], out=good),
+            lambda: client.commit(lease, num_buckets=0, microbatches=[]),
+            lambda: client.report("idle"),
+        ]
+        for call in calls:
+            with pytest.raises(RuntimeError, match="this client is closed"):
+                call()
+        client.close()
 
 
 def test_several_microbatches_in_a_shard_are_refused_with_the_way_out(tmp_path: Path):
@@ -371,6 +428,13 @@ def test_a_run_over_tls(tmp_path: Path, mutual: bool):
 def test_another_machine_is_not_dialled_in_clear():
     with pytest.raises(SettingsError, match=r"dialling 192.0.2.1:5 without TLS would show the join token"):
         WorkerClient.connect(ClientConfig(coordinator="192.0.2.1:5", token=TOKEN), 0, "cpu")
+
+
+@pytest.mark.parametrize("token", ["\u00fc" * 20, "a token with blanks in it", "a-token-with-a-line\n"])
+def test_a_token_that_can_not_travel_is_refused_before_dialling(token: str):
+    with pytest.raises(SettingsError, match="printable ASCII") as caught:
+        WorkerClient.connect(ClientConfig(coordinator="127.0.0.1:5", token=token), 0, "cpu")
+    assert token not in str(caught.value)
 
 
 def test_the_token_is_not_shown():

@@ -166,6 +166,7 @@ def test_work_on_an_earlier_lease_is_refused_without_a_call():
     with membership(server) as client:
         first = begin(server, client)
         server.say(lease(attempt=1))
+        eventually(client._has_news, "the next lease")
         assert client.receive_shard()
         for work in (
             lambda: start(client, first).result(20),

@@ -167,6 +167,29 @@ def test_samples_without_weight_skip_the_update_with_a_reason(caplog: pytest.Log
     assert "step 0 changed nothing" in caplog.text
 
 
+class NeverEmptyTask(ToyTask):
+    """Can't make a batch of nothing."""
+
+    def batch(self, indices: Any, split: str) -> Any:
+        assert len(indices) > 0, f"asked for a batch of nothing ({split})"
+        return super().batch(indices, split)
+
+
+@pytest.mark.parametrize("shares", [[8], [1, 7], [3, 3, 2]])
+def test_a_microbatch_without_samples_never_reaches_the_task(shares: list[int]) -> None:
+    run_config = config(num_steps=2, batch=BatchConfig(samples=3, microbatches=0, evaluation_samples=2))
+    local = LocalRun(run_config, 2, shares)
+    local.num_microbatches = 8
+    tasks = [toy_task(SEED, buckets=2) for _ in shares]
+    for task in tasks:
+        task.__class__ = NeverEmptyTask
+    results = local.run(lambda session: train(session, tasks[session.worker_id], run_config))
+    assert len({result.parameters_sha256 for result in results if isinstance(result, TrainResult)}) == 1
+    empty = [stats for stats in local.stats[0].values() if not stats.weight]
+    assert len(empty) == 5
+    assert {(stats.loss_sum, stats.num_correct, stats.num_predictions) for stats in empty} == {(0.0, 0, 0)}
+
+
 def test_some_samples_without_weight_do_not_count() -> None:
     _, (one,) = run_with([8], config(), zero_weight_from=20)
     _, two = run_with([1, 0, 7], config(), zero_weight_from=20)

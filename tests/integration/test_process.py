@@ -45,6 +45,22 @@ sys.exit(exit_code_of(work))
 """
 
 
+RAISING = """
+import sys
+from ayni.process import Stopped, exit_code_of, on_signal
+
+def stop(name):
+    raise Stopped(name)
+
+def work():
+    with on_signal(stop):
+        print("ready", flush=True)
+        exec("while True: pass")
+
+sys.exit(exit_code_of(work))
+"""
+
+
 @contextmanager
 def started(program: str) -> Iterator["subprocess.Popen[str]"]:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "proto")])}
@@ -84,3 +100,12 @@ def test_a_loop_without_events_learns_the_name_of_the_signal() -> None:
         process.send_signal(signal.SIGINT)
         out, _ = process.communicate(timeout=LIMIT)
     assert (out, process.returncode) == ("SIGINT\n", 0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_inside_code_that_is_text_ends_the_process_with_its_own_code(number: signal.Signals) -> None:
+    """Python itself would end it by SIGINT after a KeyboardInterrupt there, caught or not."""
+    with started(RAISING) as process:
+        process.send_signal(number)
+        process.communicate(timeout=LIMIT)
+    assert process.returncode == 1

@@ -36,9 +36,10 @@ def train(folder, run: dict, *flags: str) -> subprocess.CompletedProcess:
     (folder / "files").mkdir(exist_ok=True)
     (folder / "files" / "train.txt").write_text(TEXT)
     (folder / "run.yaml").write_text(yaml.safe_dump({**run, "artifacts": str(folder / "files")}))
+    program, cache = ROOT / "scripts" / "train_local.py", f"--worker-flag={folder / 'cache'}"
+    places = ("--run", folder / "run.yaml", "--output-dir", folder / "out", "--worker-flag=--cache-dir", cache)
     return subprocess.run(
-        [sys.executable, ROOT / "scripts" / "train_local.py", "--run", folder / "run.yaml"]
-        + ["--output-dir", folder / "out", "--worker-flag=--cache-dir", f"--worker-flag={folder / 'cache'}", *flags],
+        [sys.executable, program, *places, *flags],
         capture_output=True,
         text=True,
         timeout=100,

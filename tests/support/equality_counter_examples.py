@@ -13,10 +13,11 @@ from ayni import tensors
 from ayni.buckets import FLAT
 from ayni.errors import Diverged
 from ayni.run_config import OptimizerConfig
+from ayni.step_values import MicrobatchStats
 from ayni.tensors import TensorSpec
 from coordinator_service import schedule
 from coordinator_service.reduction import Round
-from coordinator_service.steps import Lease, Moment, Stats, Step, compare_hashes
+from coordinator_service.steps import Lease, Moment, Step, compare_hashes
 from worker_agent.training.optimizer import make_optimizer
 
 Vector = np.ndarray
@@ -142,7 +143,7 @@ def _global_loss(samples_and_means: Sequence[tuple[int, float]]) -> float:
     step = Step(moment=Moment(epoch=1, step=0, attempt=0), kind="train", num_microbatches=num, leases=leases)
     spec = TensorSpec(dtype="float32", num_elements=1)
     for lease, (weight, mean) in zip(leases, samples_and_means, strict=True):
-        stats = Stats(microbatch=lease.start, weight=weight, loss_sum=weight * mean)
+        stats = MicrobatchStats(microbatch=lease.start, weight=weight, loss_sum=weight * mean)
         step.begin(lease, FLAT, spec, [stats])
     loss = step.totals().global_loss
     assert loss is not None

@@ -20,11 +20,9 @@ TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
 def _restore_logging() -> Iterator[None]:
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
-    asyncio_level = logging.getLogger("asyncio").level
     yield
     root.handlers[:] = handlers
     root.setLevel(level)
-    logging.getLogger("asyncio").setLevel(asyncio_level)
     logging.captureWarnings(False)
 
 
@@ -121,6 +119,27 @@ def test_configuring_again_replaces(monkeypatch: pytest.MonkeyPatch) -> None:
     logger.info("not this")
     logger.warning("this")
     assert json.loads(stream.getvalue())["message"] == "this"
+
+
+@pytest.mark.parametrize("level", ["INFO", "DEBUG"])
+def test_other_packages_are_heard_from_warnings_on(monkeypatch: pytest.MonkeyPatch, level: str) -> None:
+    stream = configured(monkeypatch, "json", level)
+    for name in ("torch._subclasses.fake_tensor", "asyncio", "transformers", "peft.tuners"):
+        other = logging.getLogger(name)
+        other.info("FakeTensor cache stats")
+        other.warning("watch out")
+    for name in ("ayni.x", "my_task", "worker_agent", "__main__"):
+        logging.getLogger(name).info("ours")
+    messages = [json.loads(line)["message"] for line in stream.getvalue().splitlines()]
+    assert messages == ["watch out"] * 4 + ["ours"] * 4
+
+
+def test_a_notice_is_an_event_where_machines_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    configured(monkeypatch, "text")
+    assert logs.notice("stopping", "ayni.process") == "stopping"
+    configured(monkeypatch, "json")
+    event = json.loads(logs.notice("stopping", "ayni.process"))
+    assert (event["level"], event["logger"], event["message"]) == ("WARNING", "ayni.process", "stopping")
 
 
 def test_wrong_words_are_refused() -> None:

@@ -4,6 +4,8 @@ import json
 import math
 from pathlib import Path
 
+import pytest
+
 from worker_agent.session import StepTimes
 from worker_agent.training.events import StepEvent
 from worker_agent.training.metrics import Metrics, record
@@ -37,6 +39,17 @@ def test_a_second_start_appends(tmp_path: Path) -> None:
         metrics.write(event(step=step))
         metrics.close()
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_full_disk_is_told_with_the_path(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.symlink_to("/dev/full")
+    metrics = Metrics(tmp_path, tensorboard=False)
+    for act in (lambda: metrics.write(event()), metrics.close):
+        with pytest.raises(OSError, match="No space left on device") as caught:
+            act()
+        assert str(path) in str(caught.value)
 
 
 def test_numbers_that_json_does_not_have_are_null() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from ayni import logs
 from ayni.errors import RunEnded
-from ayni.process import TemporaryFailure, exit_code_of, load_token, load_yaml
+from ayni.process import Stopped, TemporaryFailure, exit_code_of, load_token, load_yaml
 from ayni.settings import SettingsError
 
 TOKEN = "sixteen-or-more-characters"
@@ -122,6 +122,7 @@ def test_a_token_is_a_secret_of_the_logs() -> None:
         (RunEnded("the run is over"), 1, ["the run is over"]),
         (OSError("disk full"), 1, ["disk full"]),
         (KeyboardInterrupt(), 1, ["interrupted"]),
+        (Stopped("SIGTERM"), 1, ["interrupted"]),
         (ZeroDivisionError(), 1, ["unexpected error"]),
     ],
 )

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from ayni import tensors
 from ayni.buckets import FLAT
 from ayni.errors import BadChunk, NonFinite, StaleStep
+from ayni.step_values import MicrobatchStats
 from ayni.tensors import TensorSpec
 from coordinator_service.reduction import Round
-from coordinator_service.steps import Key, Lease, Moment, Stats, Step
+from coordinator_service.steps import Key, Lease, Moment, Step
 from worker_agent.training.partial_sums import PartialSums
 
 UNIT_ROUNDOFF = 2.0**-24
@@ -304,7 +305,7 @@ def key_of(step: Step, lease_id: int) -> Key:
 
 def contribute(step: Step, sums: Sums, microbatch: int) -> None:
     lease = step.lease(microbatch, key_of(step, microbatch))
-    step.begin(lease, FLAT, sums.spec, [Stats(microbatch=microbatch, weight=sums.weights[microbatch])])
+    step.begin(lease, FLAT, sums.spec, [MicrobatchStats(microbatch=microbatch, weight=sums.weights[microbatch])])
     if sums.weights[microbatch]:
         step.rounds[FLAT].contribute(microbatch, 0, 0, sums.gradients[microbatch].copy())
 
@@ -317,8 +318,7 @@ def global_loss(sums: Sums, losses: Sequence[float], cuts: Sequence[int]) -> flo
     moment = Moment(epoch=1, step=0, attempt=0)
     step = Step(moment=moment, kind="train", num_microbatches=sums.num_microbatches, leases=leases)
     for lease in reversed(leases):
-        stats = [
-            Stats(microbatch=m, weight=sums.weights[m], loss_sum=losses[m]) for m in range(lease.start, lease.stop)
-        ]
+        leased = range(lease.start, lease.stop)
+        stats = [MicrobatchStats(microbatch=m, weight=sums.weights[m], loss_sum=losses[m]) for m in leased]
         step.begin(lease, FLAT, sums.spec, stats)
     return step.totals().global_loss

@@ -1,8 +1,10 @@
 """Bookkeeping of the simple calls."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ayni.buckets import FLAT, Bucket
@@ -96,6 +98,39 @@ def test_a_finished_step_takes_nothing_more():
 def test_counts_out_of_range_are_refused(correct, total):
     with pytest.raises(ValueError, match="it must be"):
         seed_step().finish(4, 1.0, correct, total)
+
+
+@pytest.mark.parametrize("total", [True, 4.5, 4.0, "4", np.float32(4), -4, 2**63])
+def test_a_total_that_is_no_count_is_refused_and_leaves_no_trace(total):
+    step = seed_step()
+    for call in (lambda: step.send(4, FLAT, total), lambda: step.finish(4, 1.0, 0, total)):
+        with pytest.raises(ValueError, match=r"^total is "):
+            call()
+    three: Any = np.int64(3)
+    assert step.send(4, FLAT, three).weight == 3
+
+
+@pytest.mark.parametrize("correct", [True, 2.5, None, -1, 4])
+def test_a_correct_that_is_no_count_of_the_shard_is_refused_and_leaves_no_trace(correct):
+    step = seed_step()
+    with pytest.raises(ValueError, match=r"^correct is "):
+        step.finish(4, 1.0, correct, 3)
+    assert step.finish(4, 1.0, 2, 2).num_correct == 2
+
+
+@pytest.mark.parametrize("loss", ["x", "1.0", True, math.nan, math.inf, -math.inf, 1e308, 10**400])
+def test_a_loss_that_is_no_finite_number_is_refused_and_leaves_no_trace(loss):
+    step = seed_step()
+    with pytest.raises(ValueError, match=r"^loss is "):
+        step.finish(4, loss, 0, 3)
+    half: Any = np.float32(0.5)
+    assert step.finish(4, half, 0, 3).loss_sum == 1.5
+
+
+@pytest.mark.parametrize("step", [True, 4.0, "4", None])
+def test_a_step_that_is_no_int_is_refused(step):
+    with pytest.raises(ValueError, match=r"^step is .*; it must be an int"):
+        seed_step().send(step, FLAT, 3)
 
 
 def test_results_come_in_the_order_of_sending_for_each_kind():

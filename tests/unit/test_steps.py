@@ -16,8 +16,9 @@ from ayni.errors import (
     StaleStep,
     WeightMismatch,
 )
+from ayni.step_values import MicrobatchStats
 from ayni.tensors import TensorSpec
-from coordinator_service.steps import Key, Lease, Moment, Stats, Step
+from coordinator_service.steps import Key, Lease, Moment, Step
 
 MOMENT = Moment(epoch=2, step=5, attempt=1)
 ANT = Lease(lease_id=11, worker_id=0, worker_name="ant", start=0, stop=2)
@@ -25,9 +26,9 @@ BEE = Lease(lease_id=12, worker_id=1, worker_name="bee", start=2, stop=3)
 SPEC = TensorSpec(dtype="float32", num_elements=2)
 
 
-def stats(lease: Lease, weight: int = 4, loss: float | None = 2.0) -> list[Stats]:
+def stats(lease: Lease, weight: int = 4, loss: float | None = 2.0) -> list[MicrobatchStats]:
     return [
-        Stats(microbatch=m, weight=weight, loss_sum=loss, num_correct=3, num_predictions=4)
+        MicrobatchStats(microbatch=m, weight=weight, loss_sum=loss, num_correct=3, num_predictions=4)
         for m in range(lease.start, lease.stop)
     ]
 

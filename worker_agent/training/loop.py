@@ -220,18 +220,23 @@ class Trainer:
     def _forward(self, shard: Shard, microbatch: int) -> LossSums:
         """Computes a micro-batch's loss, with random draws of its own."""
         rng.seed_microbatch(self._config.seed, shard.assignment.step, microbatch)
+        start, stop = shard.assignment.positions(microbatch)
+        if start == stop:
+            # Fewer samples than micro-batches: the task is not asked for a batch of nothing.
+            nothing = LossSums(loss_sum=torch.zeros(()), weight=0)
+            shard.add_stats(microbatch, nothing)
+            return nothing
         began = time.perf_counter()
-        batch = self._batch(shard.assignment, microbatch)
+        batch = self._batch(shard.assignment.kind, start, stop)
         shard.data_s += time.perf_counter() - began
         with autocast(self._config.precision, self._task.model):
             sums = self._task.loss(batch)
         shard.add_stats(microbatch, sums)
         return sums
 
-    def _batch(self, lease: ShardAssignment, microbatch: int) -> Any:
-        """Returns a leased micro-batch's samples as the task makes them."""
-        start, stop = lease.positions(microbatch)
-        if lease.kind != "train":
+    def _batch(self, kind: str, start: int, stop: int) -> Any:
+        """Returns a micro-batch's samples as the task makes them."""
+        if kind != "train":
             return self._task.batch(range(start, stop), EVALUATION)
         samples = order.samples_at(self._config.seed, start, stop, self._task.num_samples)
         return self._task.batch(samples.tolist(), TRAIN)

@@ -3,6 +3,8 @@
 import json
 import logging
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,22 +20,38 @@ class Metrics:
     def __init__(self, folder: Path, *, tensorboard: bool = True) -> None:
         """Appends to `folder`/metrics.jsonl; TensorBoard files go to `folder`/tensorboard."""
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = (folder / "metrics.jsonl").open("a", encoding="utf-8")
+        self._path = folder / "metrics.jsonl"
+        self._file = self._path.open("a", encoding="utf-8")
         self._writer = _summary_writer(folder / "tensorboard") if tensorboard else None
 
     def write(self, event: StepEvent) -> None:
-        """Writes one event; the line is complete when this returns."""
-        self._file.write(json.dumps(record(event)) + "\n")
-        self._file.flush()
+        """Writes one event; the line is complete when this returns.
+
+        Raises:
+            OSError: it could not be written; names the file.
+        """
+        with _naming(self._path):
+            self._file.write(json.dumps(record(event)) + "\n")
+            self._file.flush()
         if self._writer is not None:
             for name, value in _scalars(event).items():
                 self._writer.add_scalar(name, value, event.step)
 
     def close(self) -> None:
         """Flushes and closes both."""
-        self._file.close()
+        with _naming(self._path):
+            self._file.close()
         if self._writer is not None:
             self._writer.close()
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Adds the path to an error of the disk, which has none when a file that is already open can't be written."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def record(event: StepEvent) -> dict[str, object]:

@@ -1,0 +1,41 @@
+"""Small values as messages and back, for both sides.  [shell]"""
+
+from datetime import timedelta
+
+from google.protobuf.duration_pb2 import Duration
+
+from ayni.step_values import StepTimes
+from ayni.v1 import coordinator_pb2 as pb
+from ayni.v1 import tensor_pb2
+
+_PARTS = ("compute", "exchange", "commit_wait", "update", "data")
+
+
+def duration(seconds: float) -> Duration:
+    """Returns seconds as a message."""
+    result = Duration()
+    result.FromTimedelta(timedelta(seconds=seconds))
+    return result
+
+
+def dtype_enum(name: str) -> "tensor_pb2.DType.ValueType":
+    """Returns the enum value of an element type's name."""
+    return tensor_pb2.DType.Value(f"DTYPE_{name.upper()}")
+
+
+def dtype_name(value: int) -> str:
+    """Returns the name of an element type; empty for one that this version does not know."""
+    try:
+        return tensor_pb2.DType.Name(value)[len("DTYPE_") :].lower()  # type: ignore[arg-type]
+    except ValueError:
+        return ""
+
+
+def times_of(message: pb.StepTimes) -> StepTimes:
+    """Returns where a worker's time went."""
+    return StepTimes(**{part: getattr(message, part).ToTimedelta().total_seconds() for part in _PARTS})
+
+
+def times_message(times: StepTimes) -> pb.StepTimes:
+    """Returns where a worker's time went, as a message."""
+    return pb.StepTimes(**{part: duration(getattr(times, part)) for part in _PARTS})
