@@ -19,8 +19,10 @@ FIELDS = ("worker", "rank", "epoch", "step", "bucket")
 
 _context: ContextVar[Mapping[str, object]] = ContextVar("ayni_log_context", default=MappingProxyType({}))
 _secrets: set[str] = set()
-_QUIET = ("asyncio", "filelock", "fsspec", "grpc", "h5py", "matplotlib", "peft", "safetensors", "tokenizers")
-_QUIET += ("tensorboard", "torch", "transformers", "urllib3")
+_QUIET = frozenset(
+    ("asyncio", "filelock", "fsspec", "grpc", "h5py", "matplotlib", "peft", "safetensors", "tensorboard", "tokenizers")
+    + ("torch", "transformers", "urllib3")
+)
 """Packages below us, heard from WARNING on. A task of the user's own logs as ours do."""
 _REDACTED = "[redacted]"
 
