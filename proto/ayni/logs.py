@@ -20,8 +20,7 @@ FIELDS = ("worker", "rank", "epoch", "step", "bucket")
 _context: ContextVar[Mapping[str, object]] = ContextVar("ayni_log_context", default=MappingProxyType({}))
 _secrets: set[str] = set()
 _QUIET = frozenset(
-    ("asyncio", "filelock", "fsspec", "grpc", "h5py", "matplotlib", "peft", "safetensors", "tensorboard", "tokenizers")
-    + ("torch", "transformers", "urllib3")
+    "asyncio filelock fsspec grpc matplotlib peft safetensors tensorboard tokenizers torch transformers urllib3".split()
 )
 """Packages below us, heard from WARNING on. A task of the user's own logs as ours do."""
 _REDACTED = "[redacted]"
