@@ -11,6 +11,7 @@ import torch
 
 from tests.support.coordinator import ROOT, environment
 from tests.support.equality_checks import (
+    largest_skew,
     relative_error,
     same_commits,
     same_gradients,
@@ -94,9 +95,10 @@ def test_missing_bucket_or_parameters_are_noticed(runs):
     assert not same_parameters(runs)[0]
 
 
-@pytest.mark.parametrize(("shares", "unequal"), [([4, 3, 4], False), ([2, 4], True), ([5, 0, 4], True)])
+@pytest.mark.parametrize(("shares", "unequal"), [([4, 4, 4], False), ([4, 3, 4], True), ([5, 0, 4], True)])
 def test_unequal_shares(shares, unequal):
     assert unequal_shares(make_run(shares)) == unequal
+    assert largest_skew(make_run(shares)) == max(shares) - min(shares)
 
 
 def test_error_is_relative_to_the_element_above_the_floor():

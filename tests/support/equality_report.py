@@ -150,6 +150,7 @@ def _describe(case: Case, task: Task, config: RunConfig, run: Run, references: R
     return {
         **report,
         "unequal_shares": checks.unequal_shares(run),
+        "largest_skew": checks.largest_skew(run),
         "naive_rel_err": checks.naive_error(run, references),
     }
 
