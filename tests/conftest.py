@@ -15,7 +15,7 @@ TIMEOUTS = {"unit": 20, "integration": 120, "fault": 120, "bench": 600}
 
 SEED = int(os.environ.get("AYNI_TEST_SEED", random.SystemRandom().randrange(2**32)))
 
-EXAMPLES = int(os.environ.get("AYNI_TEST_EXAMPLES", 25))
+EXAMPLES = int(os.environ.get("AYNI_TEST_EXAMPLES", 12))
 """Examples of each property: few, so that the unit ring stays quick; the seed is another one each time."""
 
 # Speed varies with the machine's other work, so no example fails for being slow: the ring's timeout bounds the test.

@@ -5,7 +5,7 @@ import zlib
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ayni import tensors
@@ -39,7 +39,6 @@ def test_chunks_that_cut_elements_are_refused(chunk_bytes):
         list(slices(5, "float32", chunk_bytes, [0]))
 
 
-@settings(max_examples=40)
 @given(
     num_elements=st.integers(1, 200),
     dtype=st.sampled_from(tensors.WIRE_DTYPES),
@@ -58,7 +57,6 @@ def test_slices_cover_every_part_once_without_a_gap(num_elements, dtype, element
     assert set(positions.values()) <= {num_elements}
 
 
-@settings(max_examples=40)
 @given(values=st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=50), cuts=st.sets(st.integers(1, 49)))
 def test_a_mean_arrives_whole_however_it_is_cut(values, cuts):
     sent = np.array(values, np.float32)

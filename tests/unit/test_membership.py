@@ -162,4 +162,4 @@ class Events(RuleBasedStateMachine):
 
 
 TestEvents = Events.TestCase
-TestEvents.settings = settings(max_examples=60, stateful_step_count=30)
+TestEvents.settings = settings(max_examples=max(15, settings().max_examples), stateful_step_count=30)

@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ayni import tree
@@ -47,7 +47,6 @@ def parts_of(sums: PartialSums, leaves: list[Vector | None], start: int, stop: i
     return sums.parts()
 
 
-@settings(max_examples=60)
 @given(
     count=st.integers(1, 40),
     data=st.data(),
@@ -66,7 +65,6 @@ def test_the_parts_of_a_shard_are_the_values_of_its_nodes(count: int, data: st.D
         assert bytes_of(part) == bytes_of(expected)
 
 
-@settings(max_examples=60)
 @given(count=st.integers(1, 24), cuts=st.lists(st.integers(0, 24), max_size=4), seed=st.integers(0, 2**32 - 1))
 def test_the_sum_of_the_whole_step_does_not_depend_on_the_cuts(count: int, cuts: list[int], seed: int) -> None:
     leaves = leaves_of(seed, count, frozenset())

@@ -100,7 +100,7 @@ def run(case: Case, order: random.Random) -> tuple[np.ndarray, Round, list[int]]
 
 
 @given(case=cases(), seed=st.integers(0, 2**32))
-@settings(max_examples=150)
+@settings(max_examples=max(60, settings().max_examples))
 def test_mean_has_the_bytes_of_the_definition_for_every_order_of_arrival(case, seed):
     mean, round_, offsets = run(case, random.Random(seed))
     assert round_.complete
@@ -116,7 +116,7 @@ def test_mean_has_the_bytes_of_the_definition_for_every_order_of_arrival(case, s
 
 
 @given(case=cases(), other=cases(), seed=st.integers(0, 2**32))
-@settings(max_examples=60)
+@settings(max_examples=max(25, settings().max_examples))
 def test_neither_workers_nor_chunks_show_in_the_bytes(case, other, seed):
     cuts = [0, *sorted(min(cut, case.num_microbatches) for cut in other.cuts[1:-1]), case.num_microbatches]
     again = Case(case.gradients, case.weights, cuts, other.chunk)

@@ -8,7 +8,7 @@ from urllib.parse import quote
 import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ayni import rpc
@@ -62,7 +62,6 @@ def test_there_and_back(reason: str) -> None:
     assert (again.message, again.metadata) == (error.message, {"bucket": "block 0", "expected": "4"})
 
 
-@settings(max_examples=50)
 @given(any_text, st.dictionaries(st.sampled_from([f"k{index}" for index in range(40)]), any_text))
 def test_a_status_stays_below_the_limit_of_metadata(message: str, metadata: dict[str, str]) -> None:
     status: Any = rpc.status_of(BadChunk(message, **metadata))
@@ -78,7 +77,6 @@ def test_a_status_stays_below_the_limit_of_metadata(message: str, metadata: dict
     assert set(again.metadata) <= set(metadata)
 
 
-@settings(max_examples=50)
 @given(st.text(max_size=200), st.dictionaries(st.sampled_from(["message", "self", "step"]), st.text(max_size=60)))
 def test_what_fits_is_not_touched(message: str, metadata: dict[str, str]) -> None:
     error = BadChunk(message)

@@ -2,13 +2,12 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from worker_agent.tasks.text_windows import IGNORED, TextWindows
 
 
-@settings(max_examples=50)
 @given(lengths=st.lists(st.integers(0, 30), min_size=1, max_size=4), context=st.integers(1, 9))
 def test_every_token_but_the_first_of_a_text_is_a_target_once(lengths: list[int], context: int) -> None:
     streams = [np.arange(100 * index, 100 * index + length) for index, length in enumerate(lengths)]
