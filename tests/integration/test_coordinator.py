@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-from typing import Any
 
 import grpc
 import numpy as np
@@ -26,44 +25,20 @@ from ayni.errors import (
     TokenRefused,
     TooLarge,
     UnknownWorker,
-    WeightMismatch,
 )
 from ayni.rpc import error_from
 from ayni.v1 import coordinator_pb2 as pb
 from ayni.v1 import tensor_pb2
-from tests.support.coordinator import coordinator, parts_of, raw_worker, raw_workers
-
-RUN: dict[str, Any] = {
-    "run_id": "raw",
-    "num_steps": 2,
-    "min_workers": 2,
-    "batch": {"samples": 10, "microbatches": 5},
-    "timeouts": {"shutdown": "1s"},
-}
-SIZE = 700_000
-
-
-def refusal(caught: pytest.ExceptionInfo) -> AyniError:
-    error = error_from(caught.value)
-    assert error is not None, f"a bare {caught.value.code()}: {caught.value.details()}"
-    return error
-
-
-def microbatches(num: int, size: int = SIZE) -> list[np.ndarray]:
-    rng = np.random.default_rng(0)
-    return [rng.standard_normal(size).astype(np.float32) for _ in range(num)]
-
-
-async def make_step(workers, gradients):
-    """Contributes, checks that all see the same mean, commits; returns the mean and the commits."""
-    weights = [{m: 2 for m in worker.leased} for worker in workers]
-    results = await asyncio.gather(
-        *(w.reduce(parts_of(w, gradients), own) for w, own in zip(workers, weights, strict=True))
-    )
-    assert len({mean.tobytes() for mean, _ in results}) == 1
-    commits = await asyncio.gather(*(w.commit(own) for w, own in zip(workers, weights, strict=True)))
-    assert len({commit.SerializeToString() for commit in commits}) == 1
-    return results[0][0], results[0][1], commits[0]
+from tests.support.coordinator import (
+    RUN,
+    coordinator,
+    make_step,
+    microbatches,
+    parts_of,
+    raw_worker,
+    raw_workers,
+    refusal,
+)
 
 
 def test_two_workers_reduce_and_commit(tmp_path):
@@ -371,81 +346,6 @@ def test_run_pauses_below_min_workers_and_says_so(tmp_path):
     assert snapshot.state == pb.RUN_STATE_WAITING
 
 
-def test_sums_beyond_float32_are_refused_by_bucket_not_committed(tmp_path):
-    async def scenario(address):
-        async with raw_workers(address, "ant", "bee") as workers:
-            parts = [np.full(9, 3e38, np.float32)] * 2
-            return await asyncio.gather(
-                *(w.reduce(parts, {m: 2 for m in w.leased}) for w in workers),
-                return_exceptions=True,
-            )
-
-    with coordinator(tmp_path, RUN) as process:
-        answers = asyncio.run(scenario(process.address))
-        assert process.process.wait(20) == 1
-        assert "step 0, flat: the workers' gradients, each finite, add up to inf at element 0" in process.read_log()
-        assert "committed" not in process.read_log()
-    assert all(isinstance(answer, grpc.aio.AioRpcError) for answer in answers)
-
-
-def test_losses_beyond_float64_halt_the_run(tmp_path):
-    async def scenario(address):
-        async with raw_workers(address, "ant", "bee") as workers:
-            requests = [w.commit_request({m: 2 for m in w.leased}, 0) for w in workers]
-            for request in requests:
-                for stats in request.microbatches:
-                    stats.loss_sum = 1.5e308
-            calls = [w.stub.CommitStep(r, timeout=20) for w, r in zip(workers, requests, strict=True)]
-            return await asyncio.gather(*calls, return_exceptions=True)
-
-    with coordinator(tmp_path, RUN) as process:
-        answers = asyncio.run(scenario(process.address))
-        assert process.process.wait(20) == 1
-    assert all(isinstance(error_from(answer), Halted) for answer in answers)
-
-
-@pytest.mark.parametrize("field", ["weight", "num_correct", "num_predictions"])
-@pytest.mark.parametrize("value", [-1, 2**62])
-def test_impossible_counts_are_refused(tmp_path, field, value):
-    async def scenario(address):
-        async with raw_workers(address, "ant", "bee") as (ant, _):
-            request = ant.commit_request({m: 2 for m in ant.leased}, 0)
-            setattr(request.microbatches[0], field, value)
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await ant.stub.CommitStep(request, timeout=20)
-            return refusal(caught)
-
-    with coordinator(tmp_path, RUN) as process:
-        error = asyncio.run(scenario(process.address))
-    assert isinstance(error, WeightMismatch)
-    assert str(value) in error.message
-
-
-def test_wrong_session_can_not_end_anothers_membership(tmp_path):
-    async def scenario(address):
-        async with raw_workers(address, "ant", "bee") as (ant, bee), raw_worker(address, "thief") as thief:
-            thief.worker_id = ant.worker_id
-            thief.open_assignments()
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await thief.next_frame()
-            await make_step([ant, bee], microbatches(5, size=10))
-            return refusal(caught)
-
-    with coordinator(tmp_path, RUN) as process:
-        assert isinstance(asyncio.run(scenario(process.address)), UnknownWorker)
-
-
-def test_worker_that_left_before_the_first_step_binds_nobody(tmp_path):
-    async def scenario(address):
-        async with raw_worker(address, "wrong") as wrong, raw_worker(address, "right") as right:
-            await wrong.join(task_fingerprint="t1", num_evaluation_samples=5)
-            await wrong.leave()
-            await right.join(task_fingerprint="t2", num_evaluation_samples=7)
-
-    with coordinator(tmp_path, RUN) as process:
-        asyncio.run(scenario(process.address))
-
-
 @pytest.mark.parametrize("name", ["a\x1b[31mb", "a\0b", "   ", "a\nb"])
 def test_names_that_can_not_be_printed_are_refused(shared, name):
     async def scenario():
@@ -455,46 +355,3 @@ def test_names_that_can_not_be_printed_are_refused(shared, name):
             return refusal(caught)
 
     assert isinstance(asyncio.run(scenario()), BadRequest)
-
-
-def test_run_with_a_task_halts_when_nobody_can_replace_the_dead(tmp_path):
-    run = {**RUN, "task": {"name": "some.module:Class"}}
-
-    async def scenario(address):
-        async with raw_workers(address, "ant", "bee") as (ant, bee):
-            await make_step([ant, bee], microbatches(5, size=10))
-            await ant.next_frame()
-            bee.stream.cancel()
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await ant.next_frame()
-            return refusal(caught)
-
-    with coordinator(tmp_path, run) as process:
-        error = asyncio.run(scenario(process.address))
-        assert process.process.wait(20) == 1
-    assert isinstance(error, Halted)
-    assert "too few workers are left (waiting for 1 more worker (1 of 2))" in error.message
-
-
-def test_step_that_is_given_up_again_and_again_halts(tmp_path):
-    run = {**RUN, "max_attempts": 3, "min_workers": 1, "start_workers": 2}
-
-    async def scenario(address):
-        async with raw_workers(address, "ant", "bee") as (_, bee):
-            for attempt in range(3):
-                call = bee.open_gradient()
-                begin = pb.GradientBegin(round=bee.begin({m: 2 for m in bee.leased}, 9))
-                await call.write(pb.GradientRequest(begin=begin).SerializeToString())
-                await bee._read(call)
-                await call.done_writing()
-                if attempt < 2:
-                    await bee.next_frame()
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await bee.next_frame()
-            return refusal(caught)
-
-    with coordinator(tmp_path, run) as process:
-        error = asyncio.run(scenario(process.address))
-    assert isinstance(error, Halted)
-    assert "given up 3 times" in error.message
-    assert "the stream of worker bee for step 0, flat broke" in error.message

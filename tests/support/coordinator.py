@@ -15,10 +15,13 @@ from typing import Any
 
 import grpc
 import numpy as np
+import pytest
 import yaml
 
 from ayni import PROTOCOL_VERSION, frames
 from ayni.channels import HeaderChannel, open_channel
+from ayni.errors import AyniError
+from ayni.rpc import error_from
 from ayni.tree import cover
 from ayni.v1 import coordinator_pb2 as pb
 from ayni.v1 import coordinator_pb2_grpc, tensor_pb2
@@ -235,3 +238,38 @@ def parts_of(worker: RawWorker, gradients: Sequence[np.ndarray]) -> list[np.ndar
 
     nodes = cover(worker.leased.start, worker.leased.stop, worker.assignment.num_microbatches)
     return [total(node.start, node.stop) for node in nodes]
+
+
+RUN: dict[str, Any] = {
+    "run_id": "raw",
+    "num_steps": 2,
+    "min_workers": 2,
+    "batch": {"samples": 10, "microbatches": 5},
+    "timeouts": {"shutdown": "1s"},
+}
+"""A run of two steps for raw workers."""
+
+SIZE = 700_000
+
+
+def refusal(caught: pytest.ExceptionInfo) -> AyniError:
+    error = error_from(caught.value)
+    assert error is not None, f"a bare {caught.value.code()}: {caught.value.details()}"
+    return error
+
+
+def microbatches(num: int, size: int = SIZE) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [rng.standard_normal(size).astype(np.float32) for _ in range(num)]
+
+
+async def make_step(workers, gradients):
+    """Contributes, checks that all see the same mean, commits; returns the mean and the commits."""
+    weights = [{m: 2 for m in worker.leased} for worker in workers]
+    results = await asyncio.gather(
+        *(w.reduce(parts_of(w, gradients), own) for w, own in zip(workers, weights, strict=True))
+    )
+    assert len({mean.tobytes() for mean, _ in results}) == 1
+    commits = await asyncio.gather(*(w.commit(own) for w, own in zip(workers, weights, strict=True)))
+    assert len({commit.SerializeToString() for commit in commits}) == 1
+    return results[0][0], results[0][1], commits[0]
