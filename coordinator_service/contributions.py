@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError
 from ayni import frames
 from ayni.errors import AyniError, BadRequest, Deadline, Halted, StepVoided
 from ayni.rpc import Context, refuse_stream
+from ayni.v1 import coordinator_pb2 as pb
 from coordinator_service import wire
 from coordinator_service.epochs import Seat
 from coordinator_service.rounds import Exchange
@@ -81,10 +82,6 @@ class Contributions:
         return self._run.begin(seat, wire.key(begin.round), bucket, spec, wire.stats(begin.round.microbatches))
 
     async def _exchange(self, context: Context, seat: Seat, exchange: Exchange, response_class: Any) -> None:
-        file = self._run.file
-        response = response_class()
-        response.accepted.chunk_bytes, response.accepted.window_chunks = file.chunk_bytes, file.window_chunks
-        await context.write(response.SerializeToString())
         reader = asyncio.create_task(self._read(context, seat, exchange))
         writer = asyncio.create_task(self._write(context, exchange, response_class))
         told = False
@@ -102,11 +99,14 @@ class Contributions:
                 self._run.broke(seat, exchange)
 
     async def _write(self, context: Context, exchange: Exchange, response_class: Any) -> bool:
-        """Sends the mean to its end; returns whether the client took it all.
+        """Accepts, then sends the mean to its end; returns whether the client took it all.
 
         Waits for a client that does not read; the contribution's failure ends that.
         """
+        file = self._run.file
+        accepted = pb.RoundAccepted(chunk_bytes=file.chunk_bytes, window_chunks=file.window_chunks)
         try:
+            await context.write(response_class(accepted=accepted).SerializeToString())
             while (frame := await exchange.next_frame()) is not None:
                 await context.write(frame)
             complete = wire.complete(exchange.totals(), exchange.num_contributors)

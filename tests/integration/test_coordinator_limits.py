@@ -128,3 +128,24 @@ def test_step_that_is_given_up_again_and_again_halts(tmp_path):
     assert isinstance(error, Halted)
     assert "given up 3 times" in error.message
     assert "the stream of worker bee for step 0, flat broke" in error.message
+
+
+def test_stream_that_breaks_as_soon_as_it_is_accepted_voids_the_attempt(tmp_path):
+    """The worker stays a member, so nothing but its broken stream tells that its contribution will never come."""
+
+    async def scenario(address):
+        async with raw_workers(address, "ant", "bee") as (ant, bee):
+            for _ in range(5):
+                call = bee.open_gradient()
+                begin = pb.GradientBegin(round=bee.begin({m: 2 for m in bee.leased}, 10))
+                await call.write(pb.GradientRequest(begin=begin).SerializeToString())
+                await bee._read(call)
+                call.cancel()
+                await bee.next_frame()
+                await ant.next_frame()
+            assert ant.assignment.attempt == 5
+            await make_step([ant, bee], microbatches(5, size=10))
+
+    with coordinator(tmp_path, RUN) as process:
+        asyncio.run(scenario(process.address))
+        assert "Traceback" not in process.read_log()
