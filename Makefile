@@ -5,6 +5,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # May carry options of pip, such as an index that has builds without CUDA for a machine without a GPU.
 TORCH ?= torch==2.13.0
+# Without what it asks for: a build of torch with CUDA, which moving blocks of host memory does not need.
+NIXL ?= 'nixl-cu12>=1.5,<1.6'
 SETUP := $(VENV)/.setup-done
 PYTEST := $(BIN)/python -m pytest
 
@@ -26,7 +28,8 @@ $(SETUP): pyproject.toml
 	  { echo "Python can't make virtual environments here. On Debian: apt-get install python3-venv" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[train,plot,data,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[train,plot,data,s3,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(NIXL)
 	@touch $@
 
 proto: $(SETUP) ## regenerate the Python stubs of the contract

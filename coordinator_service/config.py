@@ -5,7 +5,7 @@ from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 
-from ayni.endpoints import ServerTls
+from ayni.endpoints import ClientTls, ServerTls
 from ayni.run_config import RunConfig
 
 
@@ -23,6 +23,8 @@ class Timeouts:
     """How long a step may take before the run halts and says who was being waited for."""
     drain: timedelta = timedelta(seconds=20)
     """How long a refused contribution is read and discarded, so that the refusal reaches its sender."""
+    store: timedelta = timedelta(minutes=10)
+    """How long the workers may take to store a published state before it is given up."""
     shutdown: timedelta = timedelta(seconds=20)
     """How long the coordinator waits at the end for its workers to leave."""
 
@@ -32,8 +34,8 @@ class Timeouts:
         if any(lower >= higher for (_, lower), (_, higher) in pairwise(ladder)):
             steps = " < ".join(f"{name} ({value.total_seconds():g} s)" for name, value in ladder)
             raise ValueError(f"each timeout must be longer than the one before it: {steps}")
-        if min(self.heartbeat_interval, self.drain, self.shutdown) <= timedelta(0):
-            raise ValueError("heartbeat_interval, drain and shutdown must be longer than 0 s")
+        if min(self.heartbeat_interval, self.drain, self.store, self.shutdown) <= timedelta(0):
+            raise ValueError("heartbeat_interval, drain, store and shutdown must be longer than 0 s")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +57,8 @@ class RunFile(RunConfig):
     """Throws away what an earlier run of the same id left in state_dir."""
     tls: ServerTls = field(default_factory=ServerTls)
     """TLS of the coordinator's server."""
+    worker_tls: ClientTls = field(default_factory=ClientTls)
+    """TLS towards the workers' own services, which the coordinator calls to have states stored."""
     insecure: bool = False
     """Serves other addresses than loopback without TLS: token and gradients travel in clear."""
     max_attempts: int = 100

@@ -14,6 +14,7 @@ from coordinator_service import plan
 from coordinator_service.live import LiveStep
 from coordinator_service.membership import Epoch
 from coordinator_service.run import Run
+from coordinator_service.state_keeper import StateKeeper
 from coordinator_service.steps import Lease, Totals
 from coordinator_service.store import RunStore
 from coordinator_service.values import Waiting
@@ -24,9 +25,10 @@ _log = logging.getLogger(__name__)
 class Driver:
     """Makes a run's steps."""
 
-    def __init__(self, run: Run, store: RunStore) -> None:
-        """Drives a run and keeps its commits in a store."""
+    def __init__(self, run: Run, store: RunStore, keeper: StateKeeper) -> None:
+        """Drives a run, keeps its commits in a store, and has its state kept."""
         self._run = run
+        self._keeper = keeper
         self._store = store
         self._file = run.file
         self._epochs = run.epochs
@@ -36,10 +38,12 @@ class Driver:
         """Makes every step, then says goodbye. Ends early when the run is halted."""
         ticks = self._file.timeouts.heartbeat_interval.total_seconds()
         watcher = asyncio.create_task(self._epochs.watch_leases(ticks))
+        keeping = asyncio.create_task(self._keeper.keep())
         try:
             for kind, step in self._work():
                 if not await self._make(kind, step):
                     return
+            await self._keeper.settle(self._progress.committed_steps)
             self._progress.finish()
             self._run.goodbye("the last step is committed", finished=True)
         except Exception as error:
@@ -47,10 +51,12 @@ class Driver:
             raise
         finally:
             await self._wait_until_empty()
-            watcher.cancel()
+            for task in (watcher, keeping):
+                task.cancel()
+            await self._keeper.close()
 
     def _work(self) -> Iterator[tuple[str, int]]:
-        step = 0
+        step = self._progress.first_step
         while not self._file.num_steps or step < self._file.num_steps:
             yield "train", step
             step += 1
@@ -95,7 +101,7 @@ class Driver:
             if epoch:
                 self._progress.go()
                 return epoch
-            if self._file.task.name and self._progress.committed_steps:
+            if self._file.task.name and self._progress.committed_steps > self._progress.first_step:
                 sentence = f"too few workers are left ({reason}), and this version can't hand the run's state to others"
                 self._run.halt(Halted(sentence, detail=sentence))
                 return None
@@ -160,7 +166,7 @@ class Driver:
         self._run.last_commit = (live.moment, live.core.kind, committed)
         score = plan.is_better(self._file, totals, self._progress.best)[1] if live.core.kind == "evaluate" else None
         self._progress.commit(live.core.kind, committed, live.layout.num_samples, score)
-        if live.core.kind == "train" and live.core.step == 0:
+        if live.core.kind == "train" and live.core.step == self._progress.first_step:
             self._epochs.forget_initial_hashes()
             self._store.set_facts(self._epochs.core.agreed)
         live.ended.set_result(committed)

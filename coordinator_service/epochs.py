@@ -30,6 +30,8 @@ class Seat:
     share: float = 0.0
     speed: float = 0.0
     times: StepTimes = field(default_factory=StepTimes)
+    published_steps: int = 0
+    """Steps behind the train state that its host tier holds; 0 for none."""
     dismissed: bool = False
     """Whether its last frame (shutdown or error) is in the outbox."""
 

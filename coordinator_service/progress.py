@@ -10,14 +10,20 @@ from coordinator_service.values import Waiting
 class Progress:
     """State, last values and rates of the run."""
 
-    def __init__(self) -> None:
-        """Starts waiting for workers."""
+    def __init__(self, committed_steps: int = 0) -> None:
+        """Starts waiting for workers, with the steps that are behind a run that goes on from a stored state."""
         self.state = "waiting"
         """"waiting", "running", "finished" or "halted"."""
         self.detail = ""
         """Why the run was halted."""
         self.waiting: Waiting | None = None
-        self.committed_steps = 0
+        self.first_step = committed_steps
+        """Step that this process began with."""
+        self.committed_steps = committed_steps
+        self.stored_steps = 0
+        """Steps behind the newest train state that is stored as objects."""
+        self.settled_steps = 0
+        """Steps behind the newest train state that was stored or given up."""
         self.step = 0
         self.attempt = 0
         self.kind = "train"

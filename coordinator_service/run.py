@@ -59,7 +59,7 @@ class Run:
     def __init__(self, file: RunFile) -> None:
         """Starts waiting for workers; `Driver` does the rest."""
         self.file = file
-        self.progress = Progress()
+        self.progress = Progress(file.state.resume_step)
         self.changed = Signal()
         """Notified when anything that status shows may have changed."""
         self.ended = asyncio.Event()
@@ -95,7 +95,7 @@ class Run:
                 detail=self.progress.detail,
             )
         committed = self.progress.committed_steps
-        if committed and self.file.task.name:
+        if committed > self.progress.first_step and self.file.task.name:
             raise RunStarted(
                 f"run {self.file.run_id} has committed {committed} steps and this version can't hand its state to a "
                 "newcomer; start the worker before the first step",
@@ -169,6 +169,12 @@ class Run:
         """A contribution was refused. If its content is wrong, its step can't be completed and the run stops."""
         if isinstance(error, _FATAL):
             self.halt(error, worker_name)
+
+    def published(self, seat: Seat, steps: int) -> None:
+        """Notes that a worker's host tier holds the train state behind so many steps."""
+        if steps > seat.published_steps:
+            seat.published_steps = steps
+            self.changed.notify()
 
     def note_held(self) -> None:
         """Keeps the most bytes that the reducer has held."""
@@ -258,7 +264,7 @@ class Run:
     def _gone(self, member: Member, reason: str) -> None:
         if self.live and self.live.needs(member.worker_id):
             self.live.void(f"worker {member.name} left: {reason}")
-        if not self.epochs.seats and not self.progress.committed_steps:
+        if not self.epochs.seats and self.progress.committed_steps == self.progress.first_step:
             self.epochs.core.agreed = self._given_agreements()
         self.changed.notify()
 

@@ -3,8 +3,10 @@
 import asyncio
 import json
 import logging
+from functools import partial
 from pathlib import Path
 
+from ayni.channels import open_channel
 from ayni.process import DONE, FAILED, load_token
 from ayni.servers import TokenInterceptor, add_health_and_reflection, add_service, bind, make_server
 from ayni.settings import SettingsError
@@ -14,7 +16,9 @@ from coordinator_service.config import RunFile
 from coordinator_service.driver import Driver
 from coordinator_service.run import Run
 from coordinator_service.service import RAW_METHODS, CoordinatorServicer
+from coordinator_service.state_keeper import StateKeeper
 from coordinator_service.store import RunStore
+from coordinator_service.worker_stub import GrpcBlockWorker
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +41,8 @@ async def serve(file: RunFile, stop: asyncio.Event) -> int:
         _refuse_to_resume(file, store)
         run = Run(file)
         store.set_facts({"config": json.dumps(status.shared_config(run))})
-        await _serve(run, Driver(run, store), CoordinatorServicer(run, artifacts), token, stop)
+        keeper = StateKeeper(run, partial(_dial, file, token))
+        await _serve(run, Driver(run, store, keeper), CoordinatorServicer(run, artifacts), token, stop)
         return _outcome(run, store)
     finally:
         store.close()
@@ -79,6 +84,10 @@ def _outcome(run: Run, store: RunStore) -> int:
     if hashes:
         store.set_facts({"final_parameters_sha256": next(iter(hashes.values()))})
     return DONE if run.progress.state == "finished" else FAILED
+
+
+def _dial(file: RunFile, token: str, address: str, rank: int) -> GrpcBlockWorker:
+    return GrpcBlockWorker(open_channel(address, token, file.worker_tls, file.insecure), rank=rank)
 
 
 def _artifacts(folder: Path | None) -> Artifacts:

@@ -95,7 +95,10 @@ class CoordinatorServicer:
         """Renews a lease."""
         seat = self._seat(request.worker_id, context)
         self._run.epochs.renew(seat.member.worker_id, wire.one_line(request.activity[:32]))
-        return pb.HeartbeatResponse(epoch=self._run.epochs.core.epoch.number)
+        self._run.published(seat, request.published_steps)
+        return pb.HeartbeatResponse(
+            epoch=self._run.epochs.core.epoch.number, stored_steps=self._run.progress.settled_steps
+        )
 
     async def Leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveResponse:
         """Ends a membership; one that has ended is fine."""

@@ -57,6 +57,7 @@ def snapshot(run: Run) -> pb.RunSnapshot:
         elapsed=duration(time.monotonic() - progress.started),
         reducer_bytes=held,
         reducer_peak_bytes=progress.peak_reducer_bytes,
+        stored_steps=progress.stored_steps,
     )
     for name in ("loss", "evaluation_loss", "evaluation_accuracy"):
         if (value := getattr(progress, name)) is not None:

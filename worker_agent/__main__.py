@@ -1,4 +1,4 @@
-"""python -m worker_agent: joins a run and trains until it is over.  [shell]"""
+"""python -m worker_agent: joins a run and trains until it is over, or serves blocks.  [shell]"""
 
 import os
 import sys
@@ -6,11 +6,18 @@ from collections.abc import Sequence
 
 DESCRIPTION = """Joins a run and trains until it is over. Model and data come from the coordinator. Exit codes: 0 the
 run is finished, 1 failed or interrupted, 2 wrong use, 75 the coordinator could not be reached (a supervisor may try
-again)."""
+again). To serve blocks and train nothing: python -m worker_agent serve --layouts FILE."""
+SERVE_DESCRIPTION = """Serves blocks: has the layouts that a file names and carries out what a leader asks for. Joins no
+run. Exit codes: 0 stopped by a signal, 1 failed, 2 wrong use."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    return _serve(given[1:]) if given[:1] == ["serve"] else _train(given)
+
+
+def _train(arguments: Sequence[str]) -> int:
     from ayni import logs
     from ayni.flags import read_command_line
     from ayni.process import FAILED, exit_code_of, on_signal
@@ -30,6 +37,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return Agent(config).run()
 
     return exit_code_of(work)
+
+
+def _serve(arguments: Sequence[str]) -> int:
+    from ayni import logs
+    from ayni.flags import read_command_line
+    from ayni.process import run_until_signal
+    from worker_agent.blocks_config import ServeConfig
+
+    config = read_command_line(
+        ServeConfig, arguments, prog="python -m worker_agent serve", description=SERVE_DESCRIPTION
+    )
+    logs.configure(config.log_format, config.log_level.upper())
+    from ayni.rpc import tune_allocator
+    from worker_agent.serve import serve
+
+    tune_allocator()
+    return run_until_signal(lambda stop: serve(config, stop))
 
 
 if __name__ == "__main__":

@@ -4,12 +4,14 @@ The only wiring: everything here constructs, connects, starts or stops. Torch is
 that a wrong address or token is told at once.
 """
 
+import contextlib
 import json
 import logging
 import os
 import socket
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -17,11 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ayni.channels import open_channel
-from ayni.endpoints import Address, parse_address
 from ayni.logs import log_context
 from ayni.process import DONE, FAILED, Stopped, TemporaryFailure, load_token, on_signal
 from ayni.run_config import RunConfig
-from ayni.servers import TokenInterceptor, add_health_and_reflection, bind, make_server
 from ayni.settings import SettingsError, from_mapping
 from worker_agent import bridge
 from worker_agent.artifacts import ArtifactCache
@@ -32,17 +32,21 @@ from worker_agent.coordinator import Coordinator
 from worker_agent.faults import CoordinatorLost, CoordinatorUnreachable, Interrupted
 from worker_agent.messages import Run
 from worker_agent.progress import Reporter, make_reporter
-from worker_agent.service import SERVICE, WorkerServicer
+from worker_agent.serving import ServiceConfig, serving
+from worker_agent.train_state_format import MODEL
 
 if TYPE_CHECKING:
-    from grpc import aio
-
     from worker_agent.backend import Backend
+    from worker_agent.blocks.worker import LocalBlockWorker
+    from worker_agent.train_state import TrainState
     from worker_agent.training.events import TrainResult
     from worker_agent.training.loop import Trainer
     from worker_agent.training.task import Task
 
 _log = logging.getLogger(__name__)
+
+Fill = Callable[["LocalBlockWorker", "TrainState"], None]
+"""Brings the blocks of a train state into a worker's layout; called on the training thread."""
 
 _START_SECONDS = 15.0
 _STOP_SECONDS = 10.0
@@ -57,17 +61,25 @@ class _Job:
     backend: "Backend"
     task: "Task"
     trainer: "Trainer"
+    state: "TrainState"
     folder: Path
 
 
 class Agent:
     """One worker process."""
 
-    def __init__(self, config: WorkerConfig) -> None:
-        """Takes the configuration; `run` does the rest."""
+    def __init__(self, config: WorkerConfig, fill: "Fill | None" = None) -> None:
+        """Takes the configuration; `run` does the rest.
+
+        Args:
+            config: what the process was started with.
+            fill: fills the state's layout where a run goes on from a state; None: loads it from the object store.
+        """
         self._config = config
+        self._fill = fill
         self._name = config.name or f"{socket.gethostname()}-{os.getpid()}"
         self._network = bridge.shared()
+        self._blocks: LocalBlockWorker | None = None
         self._client: WorkerClient | None = None
         self._signal = ""
 
@@ -119,7 +131,15 @@ class Agent:
             result = self._train(job, client, reporter)
             client.close("the run is over", result.parameters_sha256)
         _log.info("%s", _farewell(result, client))
+        self._linger()
         return DONE if client.finished else FAILED
+
+    def _linger(self) -> None:
+        """Goes on serving blocks after the run, for as long as the configuration says."""
+        if seconds := self._config.serve_after.total_seconds():
+            _log.info("serving blocks for up to %.0f s more", seconds)
+            with contextlib.suppress(Stopped):
+                threading.Event().wait(seconds)
 
     def _fetch(self, token: str, reporter: Reporter) -> tuple[Run, dict[str, Path]]:
         """Asks what the run is and gets its files."""
@@ -169,9 +189,12 @@ class Agent:
             means_timeout_s=self._config.exchange_timeout.total_seconds(),
         )
         trainer = Trainer(task, run_config, training)
+        state = self._restored(run_config, trainer)
         seconds = time.monotonic() - began
         _log.info("loaded in %.1f s on %s: %s; %s", seconds, resolved.name, task.summary(), task.dataset_summary())
-        return _Job(run=run, config=run_config, backend=resolved, task=task, trainer=trainer, folder=folder)
+        return _Job(
+            run=run, config=run_config, backend=resolved, task=task, trainer=trainer, state=state, folder=folder
+        )
 
     def _client_config(self, job: _Job, token: str, address: str) -> ClientConfig:
         config, task = self._config, job.task
@@ -193,6 +216,7 @@ class Agent:
             num_training_samples=task.num_samples,
             num_evaluation_samples=task.num_evaluation_samples,
             num_blocks=1 + max((s.bucket.index for s in task.buckets if s.bucket.kind == "block"), default=-1),
+            completed_steps=job.trainer.completed_steps,
             parameters_sha256=job.trainer.parameters_sha256(),
         )
 
@@ -206,12 +230,39 @@ class Agent:
             metrics.write(event)
             with self._context(rank=event.rank, epoch=event.epoch, step=event.step):
                 reporter.stepped(event, job.config.num_steps)
+            if event.kind == "train":
+                self._publish(job, client)
 
         try:
             return job.trainer.train(client, on_event)
         finally:
             metrics.close()
             job.trainer.close()
+
+    def _restored(self, config: RunConfig, trainer: "Trainer") -> "TrainState":
+        """Returns the train state's place in the block half; where the run goes on, the trainer goes on with it."""
+        from worker_agent.train_state import TrainState
+
+        assert self._blocks
+        state = TrainState(self._network, self._blocks, config.state, config.run_id)
+        if config.state.resume_step:
+            if self._fill:
+                self._fill(self._blocks, state)
+            else:
+                state.load()
+            trainer.restore("the train state", *state.unpack(config.state.resume_step))
+            _log.info("going on from the state behind step %d", trainer.completed_steps)
+        return state
+
+    def _publish(self, job: _Job, client: WorkerClient) -> None:
+        """Publishes the train state, if it is due, once the one before has been stored."""
+        state, steps = job.state, job.trainer.completed_steps
+        if not state.is_due(steps):
+            return
+        if state.is_awaiting_store:
+            client.wait_settled(state.published_steps, self._config.exchange_timeout)
+        state.publish(*job.trainer.state())
+        client.publish(steps)
 
     def _context(self, **fields: object) -> AbstractContextManager[None]:
         """Adds fields to log events for machines; people read them in the sentences."""
@@ -247,21 +298,23 @@ class Agent:
     def _serving(self, token: str) -> Iterator[str]:
         """Serves this worker's own service and yields where it can be dialled."""
         config = self._config
-
-        async def start() -> tuple["aio.Server", str]:
-            server = make_server(TokenInterceptor(token))
-            WorkerServicer().add_to(server)
-            await add_health_and_reflection(server, [SERVICE.full_name])
-            address = bind(server, config.listen, config.server_tls, config.insecure)
-            await server.start()
-            return server, address
-
-        server, address = self._network.wait(start(), _START_SECONDS, f"a server at {config.listen}")
-        print(f"listening on {address}", flush=True)
+        service = serving(
+            ServiceConfig(
+                listen=config.listen,
+                token=token,
+                blocks=config.blocks,
+                tls=config.tls,
+                server_tls=config.server_tls,
+                insecure=config.insecure,
+                model=MODEL,
+            )
+        )
+        self._blocks = self._network.wait(service.__aenter__(), _START_SECONDS, f"a server at {config.listen}")
+        print(f"listening on {self._blocks.bound}", flush=True)
         try:
-            yield _dialable(address)
+            yield self._blocks.address
         finally:
-            self._network.wait(server.stop(grace=None), _STOP_SECONDS, "the end of the server")
+            self._network.wait(service.__aexit__(None, None, None), _STOP_SECONDS, "the end of the server")
 
     def _stop(self, name: str) -> None:
         """Handles the first signal: whatever the main thread does is over."""
@@ -275,14 +328,6 @@ class Agent:
         """Stops, if a library has swallowed what the signal raised."""
         if self._signal:
             raise Stopped(self._signal)
-
-
-def _dialable(address: str) -> str:
-    """Returns the address that others may dial: a wildcard means this host."""
-    parsed = parse_address(address)
-    if parsed.host in ("0.0.0.0", "::"):
-        return str(Address(host=socket.gethostname(), port=parsed.port))
-    return address
 
 
 def _problems(error: Exception) -> tuple[object, ...]:

@@ -193,6 +193,21 @@ class WorkerClient(SeedCalls):
         self._check_usable()
         self._member.activity = activity
 
+    def publish(self, completed_steps: int) -> None:
+        """Says that the train state behind so many steps can be read from this worker's host tier."""
+        self._check_usable()
+        self._bridge.call_soon(self._member.publish, completed_steps)
+
+    def wait_settled(self, completed_steps: int, within: timedelta) -> None:
+        """Waits until the coordinator has had the state behind a step stored, or has given it up.
+
+        Raises:
+            Deadline: it did neither in time.
+        """
+        self._check_usable()
+        work = self._member.settled(completed_steps, within)
+        self._bridge.wait(work, _seconds(within), f"the state behind step {completed_steps} to be stored")
+
     def interrupt(self, reason: str) -> None:
         """Makes every wait, now and from now on, raise `Interrupted`. May be called from a signal handler."""
         self._bridge.call_soon(self._member.fail, Interrupted(reason))

@@ -5,6 +5,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from ayni.endpoints import ClientTls, ServerTls
+from worker_agent.blocks_config import BlocksConfig
 
 _NAMES = {
     "backend": ("auto", "cuda", "wgpu", "cpu"),
@@ -43,6 +44,8 @@ class WorkerConfig:
     """TLS towards the coordinator."""
     server_tls: ServerTls = field(default_factory=ServerTls)
     """TLS of this worker's own service."""
+    blocks: BlocksConfig = field(default_factory=BlocksConfig)
+    """The block half: where lower tiers lie, by which engines others reach this worker."""
     insecure: bool = False
     """Speak in clear with other addresses than loopback: token and gradients can be read on the way."""
     connect_timeout: timedelta = timedelta(seconds=60)
@@ -53,6 +56,8 @@ class WorkerConfig:
     """Longest silence while a file of the run is fetched."""
     cache_timeout: timedelta = timedelta(minutes=30)
     """Longest wait for another process of this machine that fetches the same file."""
+    serve_after: timedelta = timedelta(0)
+    """How long to go on serving blocks, such as the published train state, after the run; a signal ends it earlier."""
     log_format: str = "text"
     """text for people (with a live line in a terminal) or json for machines."""
     log_level: str = "info"
@@ -70,3 +75,5 @@ class WorkerConfig:
         for name in ("connect_timeout", "exchange_timeout", "fetch_timeout", "cache_timeout"):
             if getattr(self, name) <= timedelta(0):
                 raise ValueError(f"{name} must be longer than 0 s")
+        if self.serve_after < timedelta(0):
+            raise ValueError("serve_after must not be negative")

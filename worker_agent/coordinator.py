@@ -18,7 +18,7 @@ from ayni.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from worker_agent import messages
 from worker_agent.exchange import Stream
 from worker_agent.faults import TransportBroken
-from worker_agent.messages import JoinFacts, Membership, Run, Shutdown, Waiting
+from worker_agent.messages import JoinFacts, Membership, Run, Shutdown, SignOfLife, Waiting
 from worker_agent.session import Commit, MicrobatchStats, ShardAssignment, StepTimes
 
 _METHODS = {"flat": "Gradient", "block": "BlockGradient", "non_block": "NonBlockGradient"}
@@ -88,11 +88,12 @@ class Coordinator:
         with translated("CommitStep", self.address):
             return messages.commit(await self._stub.CommitStep(request))
 
-    async def heartbeat(self, epoch: int, step: int, activity: str, within: timedelta) -> None:
-        """Renews the lease of the membership."""
-        request = pb.HeartbeatRequest(worker_id=self.worker_id, epoch=epoch, step=step, activity=activity)
+    async def heartbeat(self, sign: SignOfLife, within: timedelta) -> int:
+        """Renews the lease of the membership; returns the steps behind the newest settled state."""
+        request = messages.heartbeat_request(self.worker_id, sign)
         with translated("Heartbeat", self.address):
-            await self._stub.Heartbeat(request, timeout=within.total_seconds())
+            response = await self._stub.Heartbeat(request, timeout=within.total_seconds())
+        return int(response.stored_steps)
 
     async def leave(self, reason: str, parameters_sha256: str, within: timedelta) -> None:
         """Ends the membership."""

@@ -10,6 +10,7 @@ gone. A contribution is never repeated; a commit, which may be, is.
 """
 
 import asyncio
+import contextlib
 import logging
 import random
 from collections.abc import Awaitable, Sequence
@@ -23,7 +24,7 @@ from worker_agent.backoff import delays
 from worker_agent.coordinator import Coordinator, translated
 from worker_agent.exchange import Contribution, Outcome, Traffic, exchange
 from worker_agent.faults import CoordinatorLost, TransportBroken
-from worker_agent.messages import Membership, Shutdown, Waiting
+from worker_agent.messages import Membership, Shutdown, SignOfLife, Waiting
 from worker_agent.news import News, voided
 from worker_agent.session import Commit, MicrobatchStats, ShardAssignment, StepTimes
 
@@ -63,6 +64,10 @@ class Member:
         self._leaving = False
         self._changes = ChangeLogger(_log)
         self._last_heard = self._now()
+        self._published_steps = 0
+        self._settled_steps = 0
+        self._settled = asyncio.Event()
+        self._beat_now = asyncio.Event()
 
     def start(self, completed_steps: int, parameters_sha256: str) -> None:
         """Opens the assignment stream and starts heartbeats."""
@@ -125,6 +130,26 @@ class Member:
         work = self._commit(assignment, num_buckets, microbatches, parameters_sha256, times)
         return await self._guarded(assignment, work, f"the commit of step {assignment.step}")
 
+    def publish(self, steps: int) -> None:
+        """Tells the coordinator, soon, that the state behind so many steps can be read from this worker."""
+        self._published_steps = steps
+        self._beat_now.set()
+
+    async def settled(self, steps: int, within: timedelta) -> None:
+        """Waits until the coordinator has had the state behind a step stored, or has given it up.
+
+        Raises:
+            Exception: membership ended.
+            Deadline: it said neither in time.
+        """
+        try:
+            async with asyncio.timeout(within.total_seconds()):
+                while self._settled_steps < steps and not self.news.ending:
+                    await self._settled.wait()
+        except TimeoutError:
+            what = f"the coordinator to have the state behind step {steps} stored"
+            raise _deadline(what, within.total_seconds()) from None
+
     async def leave(self, reason: str, parameters_sha256: str) -> None:
         """Ends the membership and the connection. Never fails: who can't be told learns it from the broken stream."""
         self._leaving = True
@@ -146,6 +171,7 @@ class Member:
         if self.news.ending:
             return
         self.news.end(error)
+        self._wake_settled()
         self._cancel_work(error)
 
     async def _exchange(self, bucket: Bucket, contribution: Contribution) -> Outcome:
@@ -265,6 +291,7 @@ class Member:
             if not self._leaving:
                 _log.info("the run is over: %s", frame.reason)
             self.news.end(frame)
+            self._wake_settled()
         else:
             self.news.waiting_for = frame.reason
             self._changes.log_if_changed("waiting", frame.reason)
@@ -273,11 +300,13 @@ class Member:
         """Sends heartbeats. A lost one is nothing; silence for a whole lease is the end."""
         interval = self.membership.heartbeat_interval
         while not isinstance(self.news.ending, Exception):
-            taken = self.taken
-            epoch, step = (taken.epoch, taken.step) if taken else (0, -1)
+            self._beat_now.clear()
             try:
-                await self._coordinator.heartbeat(epoch, step, self.activity, self.membership.lease)
+                settled = await self._coordinator.heartbeat(self._sign_of_life(), self.membership.lease)
                 self._last_heard = self._now()
+                if settled > self._settled_steps:
+                    self._settled_steps = settled
+                    self._wake_settled()
             except UnknownWorker as error:
                 self.fail(await self._last_word(error))
             except AyniError as error:
@@ -285,7 +314,22 @@ class Member:
             except TransportBroken as error:
                 self._changes.log_if_changed("heartbeat", str(error))
                 self._fail_if_silent(error)
-            await asyncio.sleep(interval.total_seconds())
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(interval.total_seconds()):
+                    await self._beat_now.wait()
+
+    def _sign_of_life(self) -> SignOfLife:
+        taken = self.taken
+        return SignOfLife(
+            epoch=taken.epoch if taken else 0,
+            step=taken.step if taken else -1,
+            activity=self.activity,
+            published_steps=self._published_steps,
+        )
+
+    def _wake_settled(self) -> None:
+        settled, self._settled = self._settled, asyncio.Event()
+        settled.set()
 
     def _fail_if_silent(self, error: TransportBroken) -> None:
         if self._now() - self._last_heard > self.membership.lease.total_seconds():

@@ -48,6 +48,17 @@ class JoinFacts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SignOfLife:
+    """What a heartbeat says."""
+
+    epoch: int
+    step: int
+    activity: str
+    published_steps: int = 0
+    """Steps behind the train state that this worker's host tier holds."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Membership:
     """What Join answers."""
 
@@ -215,4 +226,15 @@ def _stats(stats: MicrobatchStats) -> pb.MicrobatchStats:
         loss_sum=stats.loss_sum,
         num_correct=stats.num_correct,
         num_predictions=stats.num_predictions,
+    )
+
+
+def heartbeat_request(worker_id: int, sign: SignOfLife) -> pb.HeartbeatRequest:
+    """Returns a heartbeat."""
+    return pb.HeartbeatRequest(
+        worker_id=worker_id,
+        epoch=sign.epoch,
+        step=sign.step,
+        activity=sign.activity,
+        published_steps=sign.published_steps,
     )

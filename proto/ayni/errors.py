@@ -232,6 +232,48 @@ class UnknownPeer(NotFound):
     reason = "UNKNOWN_PEER"
 
 
+class PeerLost(Aborted):
+    """The peer was lost while a transfer with it was under way, or can't be reached."""
+
+    reason = "PEER_LOST"
+
+
+class StorageFailed(Aborted):
+    """A disk or an object store failed: full, cut short, not there, not answering."""
+
+    reason = "STORAGE_FAILED"
+
+
+class Unsupported(InvalidArgument):
+    """An option or a combination that this worker can't do."""
+
+    reason = "UNSUPPORTED"
+
+
+class Claimed(Aborted):
+    """Another group has claimed the key and is storing it."""
+
+    reason = "CLAIMED"
+
+
+class Cancelled(Aborted):
+    """The caller gave the transfer up."""
+
+    reason = "CANCELLED"
+
+
+class Fault(Aborted):
+    """Something that nobody foresaw; a bug of whoever says it."""
+
+    reason = "FAULT"
+
+
+class UnknownObject(NotFound):
+    """The object tier holds no whole object of this layout under the key."""
+
+    reason = "UNKNOWN_OBJECT"
+
+
 def _leaves(base: type[AyniError]) -> list[type[AyniError]]:
     children = base.__subclasses__()
     return [base] if not children else [leaf for child in children for leaf in _leaves(child)]

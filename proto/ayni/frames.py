@@ -9,11 +9,13 @@ Any conforming encoder may write the fields in any order, repeat scalar fields (
 sub-message (parts are merged), leave out defaults and add fields that we do not know; all of that is understood. What
 is not valid protobuf is refused with `BadRequest`.
 
+`fields`, `current_field` and `varint` are for the other kinds of chunk that are joined and parsed like this one.
+
 Ugly: groups (wire types 3 and 4) are refused although protobuf allows them as unknown fields; no proto3 encoder
 writes them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 
 from ayni.errors import BadRequest
@@ -21,7 +23,8 @@ from ayni.errors import BadRequest
 CHUNK_FIELD = 2
 """Field number of `chunk` in every gradient request and response."""
 
-_VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
+VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5
+"""Wire types."""
 
 _ALIGNMENT = 8
 """Bytes; enough for every element type."""
@@ -29,7 +32,7 @@ _ALIGNMENT = 8
 _PADDINGS = (b"", *(b"\x22" + bytes([size]) + bytes(size) for size in range(1, 2 * _ALIGNMENT)))
 """What may stand before the payload: nothing, or the padding field. One fits, even where a length grows by a byte."""
 
-_MAX_FIELDS = 256
+MAX_FIELDS = 256
 """Fields of one message, unknown ones included; a frame of ours has five."""
 
 Buffer = bytes | memoryview
@@ -69,7 +72,7 @@ def encode_chunk(field_number: int, offset_bytes: int, part: int, payload: Buffe
         )
     )
     last = b"\x2a" + varint(len(payload)) if len(payload) else b""
-    tag = varint(field_number << 3 | _LENGTH)
+    tag = varint(field_number << 3 | LENGTH)
     for padding in _PADDINGS:
         inner = small + padding + last
         head = tag + varint(len(inner) + len(payload)) + inner
@@ -88,51 +91,74 @@ def decode_frame(frame: bytes) -> tuple[int, "ChunkView | memoryview"]:
     Raises:
         BadRequest: the bytes are not valid protobuf.
     """
+    current, pieces = current_field(frame)
+    if current == CHUNK_FIELD:
+        return current, _chunk(pieces)
+    return current, joined(pieces)
+
+
+def current_field(frame: bytes, known: Container[int] | None = None) -> tuple[int, list[memoryview]]:
+    """Returns which field of the frame's oneof is set, and the pieces of its content in place, not merged.
+
+    Args:
+        frame: the message.
+        known: numbers of the oneof's fields; None takes every sub-message for one of them.
+
+    Raises:
+        BadRequest: the bytes are not valid protobuf.
+    """
     current, pieces = 0, list[memoryview]()
-    for number, wire_type, value in _fields(memoryview(frame)):
-        if wire_type != _LENGTH:
+    for number, wire_type, value in fields(memoryview(frame)):
+        if wire_type != LENGTH or (known is not None and number not in known):
             continue
         assert isinstance(value, memoryview)
         if number != current:
             current, pieces = number, []
         pieces.append(value)
-    if current == CHUNK_FIELD:
-        return current, _chunk(pieces)
-    return current, pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
+    return current, pieces
+
+
+def joined(pieces: list[memoryview]) -> memoryview:
+    """Returns a sub-message's pieces as one; copies only where there are several."""
+    return pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
 
 
 def _chunk(pieces: list[memoryview]) -> ChunkView:
     offset_bytes, part, crc32, data = 0, 0, None, memoryview(b"")
     for piece in pieces:
-        for number, wire_type, value in _fields(piece):
-            if (number, wire_type) == (1, _VARINT):
+        for number, wire_type, value in fields(piece):
+            if (number, wire_type) == (1, VARINT):
                 assert isinstance(value, int)
                 offset_bytes = value
-            elif (number, wire_type) == (2, _VARINT):
+            elif (number, wire_type) == (2, VARINT):
                 assert isinstance(value, int)
                 part = value & 0xFFFFFFFF
-            elif (number, wire_type) == (3, _FIXED32):
+            elif (number, wire_type) == (3, FIXED32):
                 assert isinstance(value, memoryview)
                 crc32 = int.from_bytes(value, "little")
-            elif (number, wire_type) == (5, _LENGTH):
+            elif (number, wire_type) == (5, LENGTH):
                 assert isinstance(value, memoryview)
                 data = value
     return ChunkView(offset_bytes, part, crc32, data)
 
 
-def _fields(data: memoryview) -> Iterator[tuple[int, int, int | memoryview]]:
-    """Yields (field number, wire type, value); the value of anything but a varint is a view."""
+def fields(data: memoryview, max_fields: int = MAX_FIELDS) -> Iterator[tuple[int, int, int | memoryview]]:
+    """Yields (field number, wire type, value); the value of anything but a varint is a view.
+
+    Raises:
+        BadRequest: the bytes are not valid protobuf, or there are more fields than that.
+    """
     position, end, count = 0, len(data), 0
     while position < end:
         count += 1
-        if count > _MAX_FIELDS:
-            raise BadRequest(f"a frame has more than {_MAX_FIELDS} fields", field="frame")
-        tag, position = _read_varint(data, position)
+        if count > max_fields:
+            raise BadRequest(f"a frame has more than {max_fields} fields", field="frame")
+        tag, position = read_varint(data, position)
         number, wire_type = tag >> 3, tag & 7
         if not 0 < number < 1 << 29:
             raise BadRequest(f"a frame has the impossible field number {number}", field="frame")
-        if wire_type == _VARINT:
-            value, position = _read_varint(data, position)
+        if wire_type == VARINT:
+            value, position = read_varint(data, position)
             yield number, wire_type, value
             continue
         length, position = _payload_length(data, position, wire_type)
@@ -146,14 +172,15 @@ def _fields(data: memoryview) -> Iterator[tuple[int, int, int | memoryview]]:
 
 
 def _payload_length(data: memoryview, position: int, wire_type: int) -> tuple[int, int]:
-    if wire_type == _LENGTH:
-        return _read_varint(data, position)
-    if wire_type in (_FIXED32, _FIXED64):
-        return (4 if wire_type == _FIXED32 else 8), position
+    if wire_type == LENGTH:
+        return read_varint(data, position)
+    if wire_type in (FIXED32, FIXED64):
+        return (4 if wire_type == FIXED32 else 8), position
     raise BadRequest(f"a frame has a field of wire type {wire_type}, which proto3 does not write", field="frame")
 
 
-def _read_varint(data: memoryview, position: int) -> tuple[int, int]:
+def read_varint(data: memoryview, position: int) -> tuple[int, int]:
+    """Returns the number that begins at a position, and the position after it; raises BadRequest."""
     result = 0
     for shift in range(0, 70, 7):
         if position >= len(data):

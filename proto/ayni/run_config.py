@@ -107,6 +107,59 @@ class EvaluationConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StateStoreConfig:
+    """Where the run's train state is stored as objects. Credentials are each worker's own."""
+
+    kind: str = "file"
+    """"file": a folder below each worker's blocks.root, shared by all of them. "s3", "gcs", "azure": a service."""
+    bucket: str = "checkpoints"
+    """Bucket; with "file" the folder."""
+    prefix: str = ""
+    """Text that every key begins with."""
+    endpoint: str = ""
+    """Address of the service as a URL. Empty: the provider's own."""
+    region: str = ""
+    """Region of the service. Empty: the provider's default."""
+    path_style: bool = False
+    """Put the bucket into the path and not into the host name."""
+
+    def __post_init__(self) -> None:
+        """Checks the kind."""
+        _one_of("state.store.kind", self.kind, ("file", "s3", "gcs", "azure"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateConfig:
+    """The train state (parameters, optimizer moments, step) as blocks that other workers can get."""
+
+    publish_every: int = 0
+    """Steps after which every worker copies its state into its host tier, where others can read it. 0: never."""
+    store_every: int = 0
+    """Steps after which the published state is also stored as objects, divided among the workers; a multiple of
+    publish_every. 0: never."""
+    resume_step: int = 0
+    """Steps that a stored state has behind it, from which this run goes on; the number of workers may be another one.
+    0: a fresh start."""
+    resume_run_id: str = ""
+    """Run that stored the state. Empty: this one."""
+    block_bytes: int = 1 << 20
+    """Size of one block of the state."""
+    store: StateStoreConfig = field(default_factory=StateStoreConfig)
+    """Where the state is stored."""
+
+    def __post_init__(self) -> None:
+        """Checks ranges."""
+        for name in ("publish_every", "store_every", "resume_step"):
+            _between(f"state.{name}", getattr(self, name), 0, LARGEST_STEPS)
+        _between("state.block_bytes", self.block_bytes, 1 << 12, 1 << 26)
+        if self.store_every and (not self.publish_every or self.store_every % self.publish_every):
+            raise ValueError(
+                f"state.store_every ({self.store_every}) must be a multiple of state.publish_every "
+                f"({self.publish_every}): what is stored is what was published"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
     """One run."""
 
@@ -136,6 +189,8 @@ class RunConfig:
     """How parameters are updated."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     """When the held-out data is evaluated."""
+    state: StateConfig = field(default_factory=StateConfig)
+    """The train state as blocks."""
 
     def __post_init__(self) -> None:
         """Checks what concerns more than one section."""
@@ -158,6 +213,10 @@ class RunConfig:
             raise ValueError(f"max_workers ({self.max_workers}) is less than the {self.num_starters} to start with")
         if self.task.name and not self.num_steps:
             raise ValueError("num_steps is 0; a run with a task needs a number of steps")
+        if self.num_steps and self.state.resume_step >= self.num_steps:
+            raise ValueError(
+                f"state.resume_step ({self.state.resume_step}) must be less than num_steps ({self.num_steps})"
+            )
         if self.optimizer.schedule == "cosine" and 0 < self.num_steps <= self.optimizer.warmup_steps:
             raise ValueError(
                 f"optimizer.warmup_steps ({self.optimizer.warmup_steps}) must be less than num_steps ({self.num_steps})"

@@ -5,7 +5,7 @@ import re
 from dataclasses import MISSING
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any, Literal, get_origin
 
 import pytest
 
@@ -15,11 +15,13 @@ from ayni.process import load_yaml
 from ayni.settings import Leaf, leaves
 from coordinator_service.config import RunFile
 from tests.unit.test_layers import ROOT, first_line, source_files
+from worker_agent.blocks_config import ServeConfig
 from worker_agent.config import WorkerConfig
+from worker_agent.layouts_file import LayoutEntry, LayoutsFile
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 KINDS: dict[Any, str] = {
-    **{str: "text", int: "whole number", float: "number", bool: "true / false"},
+    **{str: "text", Literal: "text", int: "whole number", float: "number", bool: "true / false"},
     **{timedelta: "duration", Path: "path", dict: "mapping", tuple: "list of text"},
 }
 OPTIONS = {
@@ -66,6 +68,8 @@ def described(leaf: Leaf) -> list[str]:
         return [kind, "none"]
     if kind == "duration":
         return [kind, f"`{leaf.default:g}s`"]
+    if isinstance(leaf.default, list):
+        return [kind, f"`{', '.join(leaf.default)}`"]
     return [kind, f"`{str(leaf.default).lower() if kind == 'true / false' else leaf.default}`"]
 
 
@@ -79,6 +83,17 @@ def test_every_key_of_the_run_file_is_listed_with_type_and_default():
 def test_every_key_of_the_worker_is_listed_with_type_and_default():
     listed = {key: cells[:2] for key, cells in table(section(read("docs/run-file.md"), "## The worker")).items()}
     assert listed == {leaf.path: described(leaf) for leaf in leaves(WorkerConfig)}
+
+
+def test_every_key_of_the_serving_agent_is_listed_with_type_and_default():
+    listed = {key: cells[:2] for key, cells in table(section(read("docs/run-file.md"), "## The serving agent")).items()}
+    assert listed == {leaf.path: described(leaf) for leaf in leaves(ServeConfig)}
+
+
+def test_every_key_of_a_layout_is_listed_with_type_and_default():
+    listed = {key: cells[:2] for key, cells in table(section(read("docs/blocks.md"), "### The layouts file")).items()}
+    about_all = [leaf for leaf in leaves(LayoutsFile) if leaf.path != "layouts"]
+    assert listed == {leaf.path: described(leaf) for leaf in [*about_all, *leaves(LayoutEntry)]}
 
 
 @pytest.mark.parametrize("task", OPTIONS)
@@ -135,8 +150,8 @@ def test_the_tree_lists_every_file_with_its_tag():
 
 
 def test_the_tree_lists_every_script():
-    [line] = [line for line in read("ARCHITECTURE.md").splitlines() if line.startswith("scripts/ ")]
-    assert sorted(re.findall(r"\w+", line)[1:]) == sorted(path.stem for path in (ROOT / "scripts").glob("*.py"))
+    [listed] = re.findall(r"^scripts/ (.*(?:\n .*)*)", read("ARCHITECTURE.md"), re.MULTILINE)
+    assert sorted(re.findall(r"\w+", listed)) == sorted(path.stem for path in (ROOT / "scripts").glob("*.py"))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -168,7 +183,7 @@ def test_examples_parse_and_import_what_there_is(example):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in PACKAGES:
             found = (ROOT / folder / f"{(node.module or '').replace('.', '/')}{end}" for folder, end in PLACES)
             text = "".join(file.read_text() for file in found if file.exists())
-            defined = re.findall(r"^(?:class|def) (\w+)|^(\w+)\b[^=\n]*=", text, re.MULTILINE)
+            defined = re.findall(r"^(?:class|(?:async )?def) (\w+)|^(\w+)\b[^=\n]*=", text, re.MULTILINE)
             exported = re.findall(r'"(\w+)"', "".join(re.findall(r"^__all__ = .*$", text, re.MULTILINE)))
             known = {name for pair in defined for name in pair} | set(exported)
             assert {alias.name for alias in node.names} <= known, node.module

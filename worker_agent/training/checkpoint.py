@@ -46,7 +46,7 @@ class CheckpointFolder:
             self._folder.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(partial, ignore_errors=True)
             (partial / "model").mkdir(parents=True)
-            tensors, metadata = _state(task, update, completed_steps)
+            tensors, metadata = state_of(task, update, completed_steps)
             _save_file(tensors, partial / STATE_FILE, metadata)
             task.save(partial / "model")
             _sync_tree(partial)
@@ -62,17 +62,29 @@ class CheckpointFolder:
         """
         path = self._folder / name / STATE_FILE
         tensors, metadata = _read(path)
-        parameters = _part(tensors, _PARAMETER)
-        _check(path, metadata, parameters, task)
-        with torch.no_grad():
-            for parameter_name, parameter in task.trainable():
-                parameter.copy_(parameters[parameter_name])
-        if update is not None:
-            update.load_state(_part(tensors, _OPTIMIZER))
-        return int(metadata["completed_steps"])
+        return restore(f"checkpoint {path}", tensors, metadata, task, update)
 
 
-def _state(task: Task, update: Update | None, completed_steps: int) -> tuple[dict[str, Tensor], dict[str, str]]:
+def restore(
+    what: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], task: Task, update: Update | None
+) -> int:
+    """Puts what `state_of` returned into a task and its update; returns completed steps.
+
+    Raises:
+        ValueError: it is damaged, or belongs to another task or optimizer. The task is unchanged.
+    """
+    parameters = _part(tensors, _PARAMETER)
+    _check(what, metadata, parameters, task)
+    with torch.no_grad():
+        for parameter_name, parameter in task.trainable():
+            parameter.copy_(parameters[parameter_name])
+    if update is not None:
+        update.load_state(_part(tensors, _OPTIMIZER))
+    return int(metadata["completed_steps"])
+
+
+def state_of(task: Task, update: Update | None, completed_steps: int) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Returns copies of everything that training goes on from, by name, and facts about it."""
     parameters = host_copy(task.trainable())
     optimizer = update.state() if update is not None else {}
     tensors = {
@@ -85,6 +97,7 @@ def _state(task: Task, update: Update | None, completed_steps: int) -> tuple[dic
         "task": task.summary(),
         "task_fingerprint": task.fingerprint(),
         "parameters_sha256": _hash(parameters),
+        "update": update.kind if update is not None else "",
     }
     return tensors, metadata
 
@@ -108,19 +121,18 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise ValueError(f"checkpoint {path} can't be read: {error}") from error
 
 
-def _check(path: Path, metadata: Mapping[str, str], parameters: Mapping[str, Tensor], task: Task) -> None:
+def _check(what: str, metadata: Mapping[str, str], parameters: Mapping[str, Tensor], task: Task) -> None:
     if metadata.get("format") != FORMAT:
-        raise ValueError(f"checkpoint {path} has format {metadata.get('format')!r}; this program reads {FORMAT!r}")
+        raise ValueError(f"{what} has format {metadata.get('format')!r}; this program reads {FORMAT!r}")
     if metadata["task_fingerprint"] != task.fingerprint():
         raise ValueError(
-            f"checkpoint {path} belongs to another task: {metadata['task']} ({metadata['task_fingerprint'][:12]}); "
+            f"{what} belongs to another task: {metadata['task']} ({metadata['task_fingerprint'][:12]}); "
             f"this worker has {task.summary()} ({task.fingerprint()[:12]})"
         )
     found = _hash(parameters)
     if found != metadata["parameters_sha256"]:
         raise ValueError(
-            f"checkpoint {path} is damaged: its parameters hash to {found[:12]}, it says "
-            f"{metadata['parameters_sha256'][:12]}"
+            f"{what} is damaged: its parameters hash to {found[:12]}, it says {metadata['parameters_sha256'][:12]}"
         )
 
 

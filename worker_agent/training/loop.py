@@ -8,7 +8,7 @@ computed again, when the lease is the same.
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait as wait_for_futures
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,13 +16,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ayni import order
 from ayni.errors import StepVoided
 from ayni.run_config import RunConfig
 from worker_agent.session import Commit, Session, ShardAssignment, StepTimes, Vector
 from worker_agent.training import rng
-from worker_agent.training.checkpoint import CheckpointFolder
+from worker_agent.training.checkpoint import CheckpointFolder, restore, state_of
 from worker_agent.training.events import StepEvent, TrainResult
 from worker_agent.training.fingerprint import parameters_sha256
 from worker_agent.training.gradients import Send, ShardGradients
@@ -107,6 +108,20 @@ class Trainer:
         """
         self._update = make_update(update, self._config.optimizer, self._task.trainable(), self._specs)
         self.completed_steps = CheckpointFolder(checkpoint.parent).load(checkpoint.name, self._task, self._update)
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """Returns copies of everything that training goes on from (parameters, optimizer), and facts about it."""
+        return state_of(self._task, self._update, self.completed_steps)
+
+    def restore(self, what: str, tensors: Mapping[str, Tensor], facts: Mapping[str, str]) -> None:
+        """Goes on from what `state` of an equal replica returned; `what` names it in errors.
+
+        Raises:
+            ValueError: it is damaged, or of another task or optimizer.
+        """
+        kind = facts.get("update", "")
+        self._update = make_update(kind, self._config.optimizer, self._task.trainable(), self._specs) if kind else None
+        self.completed_steps = restore(what, tensors, facts, self._task, self._update)
 
     def train(self, session: Session, on_event: OnEvent = _ignore) -> TrainResult:
         """Trains until the session says that the run is over.

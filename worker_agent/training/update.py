@@ -26,6 +26,10 @@ Named = Sequence[tuple[str, nn.Parameter]]
 class Update(Protocol):
     """Holds the optimizer's state of one replica."""
 
+    @property
+    def kind(self) -> str:
+        """Name for `make_update`: "host" or "device"."""
+
     def step(self, means: Mapping[Bucket, Vector], *, learning_rate: float, clip_factor: float) -> None:
         """Applies one mean gradient, given bucket by bucket."""
 
@@ -56,6 +60,8 @@ class HostUpdate:
 
     A float32 parameter on the CPU is its own copy: it is updated in place.
     """
+
+    kind = "host"
 
     def __init__(self, config: OptimizerConfig, parameters: Named, specs: Sequence[BucketSpec]) -> None:
         """Copies the parameters (once, and not those that are float32 on the CPU)."""
@@ -115,6 +121,8 @@ class HostUpdate:
 
 class DeviceUpdate:
     """Torch's AdamW or SGD, on the parameters where they are."""
+
+    kind = "device"
 
     def __init__(self, config: OptimizerConfig, parameters: Named, specs: Sequence[BucketSpec]) -> None:
         """Makes the optimizer; its learning rate is set at each step."""

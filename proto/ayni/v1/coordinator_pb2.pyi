@@ -1106,6 +1106,7 @@ class HeartbeatRequest(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     ACTIVITY_FIELD_NUMBER: _builtins.int
+    PUBLISHED_STEPS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.int
     """The caller."""
     epoch: _builtins.int
@@ -1114,6 +1115,8 @@ class HeartbeatRequest(_message.Message):
     """Step that the caller works at; -1 before its first assignment."""
     activity: _builtins.str
     """What the caller is doing, one word for status: "loading", "computing", "exchanging", "updating", "waiting"."""
+    published_steps: _builtins.int
+    """Steps behind the train state that the caller's host tier holds for others to read; 0 for none."""
     def __init__(
         self,
         *,
@@ -1121,10 +1124,11 @@ class HeartbeatRequest(_message.Message):
         epoch: _builtins.int = ...,
         step: _builtins.int = ...,
         activity: _builtins.str = ...,
+        published_steps: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "epoch", b"epoch", "step", b"step", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "epoch", b"epoch", "published_steps", b"published_steps", "step", b"step", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1137,16 +1141,22 @@ class HeartbeatResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     EPOCH_FIELD_NUMBER: _builtins.int
+    STORED_STEPS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Current epoch."""
+    stored_steps: _builtins.int
+    """Steps behind the newest train state that was stored as objects, or that was given up; 0 for none. Until then a
+    worker does not replace what it has published of it.
+    """
     def __init__(
         self,
         *,
         epoch: _builtins.int = ...,
+        stored_steps: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "stored_steps", b"stored_steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1416,6 +1426,7 @@ class RunSnapshot(_message.Message):
     ELAPSED_FIELD_NUMBER: _builtins.int
     REDUCER_BYTES_FIELD_NUMBER: _builtins.int
     REDUCER_PEAK_BYTES_FIELD_NUMBER: _builtins.int
+    STORED_STEPS_FIELD_NUMBER: _builtins.int
     state: Global___RunState.ValueType
     """State of the run."""
     epoch: _builtins.int
@@ -1444,6 +1455,8 @@ class RunSnapshot(_message.Message):
     """Bytes that the reducer holds at this moment."""
     reducer_peak_bytes: _builtins.int
     """Most bytes that the reducer has held."""
+    stored_steps: _builtins.int
+    """Steps behind the newest train state that is stored as objects; 0 for none."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerSnapshot]:
         """Members, by worker_id."""
@@ -1476,10 +1489,11 @@ class RunSnapshot(_message.Message):
         elapsed: _duration_pb2.Duration | None = ...,
         reducer_bytes: _builtins.int = ...,
         reducer_peak_bytes: _builtins.int = ...,
+        stored_steps: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_evaluation_accuracy", b"_evaluation_accuracy", "_evaluation_loss", b"_evaluation_loss", "_loss", b"_loss", "elapsed", b"elapsed", "evaluation_accuracy", b"evaluation_accuracy", "evaluation_loss", b"evaluation_loss", "loss", b"loss", "waiting", b"waiting"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_evaluation_accuracy", b"_evaluation_accuracy", "_evaluation_loss", b"_evaluation_loss", "_loss", b"_loss", "attempt", b"attempt", "committed_steps", b"committed_steps", "elapsed", b"elapsed", "epoch", b"epoch", "evaluation_accuracy", b"evaluation_accuracy", "evaluation_loss", b"evaluation_loss", "kind", b"kind", "loss", b"loss", "num_steps", b"num_steps", "received_bytes", b"received_bytes", "reducer_bytes", b"reducer_bytes", "reducer_peak_bytes", b"reducer_peak_bytes", "samples_per_second", b"samples_per_second", "sent_bytes", b"sent_bytes", "state", b"state", "waiting", b"waiting", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_evaluation_accuracy", b"_evaluation_accuracy", "_evaluation_loss", b"_evaluation_loss", "_loss", b"_loss", "attempt", b"attempt", "committed_steps", b"committed_steps", "elapsed", b"elapsed", "epoch", b"epoch", "evaluation_accuracy", b"evaluation_accuracy", "evaluation_loss", b"evaluation_loss", "kind", b"kind", "loss", b"loss", "num_steps", b"num_steps", "received_bytes", b"received_bytes", "reducer_bytes", b"reducer_bytes", "reducer_peak_bytes", b"reducer_peak_bytes", "samples_per_second", b"samples_per_second", "sent_bytes", b"sent_bytes", "state", b"state", "stored_steps", b"stored_steps", "waiting", b"waiting", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__evaluation_accuracy: _TypeAlias = _typing.Literal["evaluation_accuracy"]  # noqa: Y015
     _WhichOneofArgType__evaluation_accuracy: _TypeAlias = _typing.Literal["_evaluation_accuracy", b"_evaluation_accuracy"]  # noqa: Y015

@@ -94,11 +94,27 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_UNKNOWN_BLOCK: _ErrorReason.ValueType  # 25
     """OUT_OF_RANGE. A block id is outside its layout. Metadata: block, num_blocks."""
     ERROR_REASON_INCOMPATIBLE_LAYOUT: _ErrorReason.ValueType  # 26
-    """FAILED_PRECONDITION. Two layouts can't be transferred between one another. Metadata: field, source, destination."""
+    """FAILED_PRECONDITION. Two layouts, or two groups, can't be transferred between one another. Metadata: field, source,
+    destination; of groups also gate (which rule), rank and side.
+    """
     ERROR_REASON_BLOCK_BUSY: _ErrorReason.ValueType  # 27
     """ABORTED. A destination block is being written by another transfer. Metadata: layout, block."""
     ERROR_REASON_UNKNOWN_PEER: _ErrorReason.ValueType  # 28
     """NOT_FOUND. The peer is not connected. Metadata: instance_id, rank."""
+    ERROR_REASON_PEER_LOST: _ErrorReason.ValueType  # 29
+    """ABORTED. The peer was lost while a transfer with it was under way, or can't be reached. Metadata: peer, detail."""
+    ERROR_REASON_STORAGE_FAILED: _ErrorReason.ValueType  # 30
+    """ABORTED. A disk or an object store failed: full, cut short, not there, not answering. Metadata: place, detail."""
+    ERROR_REASON_UNSUPPORTED: _ErrorReason.ValueType  # 31
+    """INVALID_ARGUMENT. An option or a combination that this worker can't do. Metadata: field, detail."""
+    ERROR_REASON_CLAIMED: _ErrorReason.ValueType  # 32
+    """ABORTED. Another group has claimed the key and is storing it. Metadata: key, owner."""
+    ERROR_REASON_CANCELLED: _ErrorReason.ValueType  # 33
+    """ABORTED. The caller gave the transfer up. Metadata: none."""
+    ERROR_REASON_FAULT: _ErrorReason.ValueType  # 34
+    """ABORTED. Something that nobody foresaw; a bug of whoever says it. Metadata: detail."""
+    ERROR_REASON_UNKNOWN_OBJECT: _ErrorReason.ValueType  # 35
+    """NOT_FOUND. The object tier holds no whole object of this layout under the key. Metadata: key, detail."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Names why a call was refused. The comment on each value says when it is given, with which status code, and what
@@ -172,9 +188,25 @@ ERROR_REASON_UNKNOWN_LAYOUT: ErrorReason.ValueType  # 24
 ERROR_REASON_UNKNOWN_BLOCK: ErrorReason.ValueType  # 25
 """OUT_OF_RANGE. A block id is outside its layout. Metadata: block, num_blocks."""
 ERROR_REASON_INCOMPATIBLE_LAYOUT: ErrorReason.ValueType  # 26
-"""FAILED_PRECONDITION. Two layouts can't be transferred between one another. Metadata: field, source, destination."""
+"""FAILED_PRECONDITION. Two layouts, or two groups, can't be transferred between one another. Metadata: field, source,
+destination; of groups also gate (which rule), rank and side.
+"""
 ERROR_REASON_BLOCK_BUSY: ErrorReason.ValueType  # 27
 """ABORTED. A destination block is being written by another transfer. Metadata: layout, block."""
 ERROR_REASON_UNKNOWN_PEER: ErrorReason.ValueType  # 28
 """NOT_FOUND. The peer is not connected. Metadata: instance_id, rank."""
+ERROR_REASON_PEER_LOST: ErrorReason.ValueType  # 29
+"""ABORTED. The peer was lost while a transfer with it was under way, or can't be reached. Metadata: peer, detail."""
+ERROR_REASON_STORAGE_FAILED: ErrorReason.ValueType  # 30
+"""ABORTED. A disk or an object store failed: full, cut short, not there, not answering. Metadata: place, detail."""
+ERROR_REASON_UNSUPPORTED: ErrorReason.ValueType  # 31
+"""INVALID_ARGUMENT. An option or a combination that this worker can't do. Metadata: field, detail."""
+ERROR_REASON_CLAIMED: ErrorReason.ValueType  # 32
+"""ABORTED. Another group has claimed the key and is storing it. Metadata: key, owner."""
+ERROR_REASON_CANCELLED: ErrorReason.ValueType  # 33
+"""ABORTED. The caller gave the transfer up. Metadata: none."""
+ERROR_REASON_FAULT: ErrorReason.ValueType  # 34
+"""ABORTED. Something that nobody foresaw; a bug of whoever says it. Metadata: detail."""
+ERROR_REASON_UNKNOWN_OBJECT: ErrorReason.ValueType  # 35
+"""NOT_FOUND. The object tier holds no whole object of this layout under the key. Metadata: key, detail."""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015

@@ -219,9 +219,7 @@ class _ParallelismModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Paral
     PARALLELISM_MODE_TENSOR_PARALLEL: _ParallelismMode.ValueType  # 1
     """Each rank holds its slice of the heads of every block."""
     PARALLELISM_MODE_REPLICATED_DATA: _ParallelismMode.ValueType  # 2
-    """Each rank holds every block whole on the device; global block n of the lower tiers lies on rank n mod ranks at
-    index n / ranks.
-    """
+    """Each rank holds every block whole, in every tier. Objects are shared by the ranks; puts are divided among them."""
 
 class ParallelismMode(_ParallelismMode, metaclass=_ParallelismModeEnumTypeWrapper):
     """Names how the ranks of a group share one model."""
@@ -231,9 +229,7 @@ PARALLELISM_MODE_UNSPECIFIED: ParallelismMode.ValueType  # 0
 PARALLELISM_MODE_TENSOR_PARALLEL: ParallelismMode.ValueType  # 1
 """Each rank holds its slice of the heads of every block."""
 PARALLELISM_MODE_REPLICATED_DATA: ParallelismMode.ValueType  # 2
-"""Each rank holds every block whole on the device; global block n of the lower tiers lies on rank n mod ranks at
-index n / ranks.
-"""
+"""Each rank holds every block whole, in every tier. Objects are shared by the ranks; puts are divided among them."""
 Global___ParallelismMode: _TypeAlias = ParallelismMode  # noqa: Y015
 
 class _PresenceState:
@@ -245,7 +241,7 @@ class _PresenceStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Presenc
     PRESENCE_STATE_UNSPECIFIED: _PresenceState.ValueType  # 0
     """Never sent."""
     PRESENCE_STATE_PRESENT: _PresenceState.ValueType  # 1
-    """A whole object of the right layout is there."""
+    """An object of the right layout and size is there. Whether its bytes are whole is found out when it is loaded."""
     PRESENCE_STATE_ABSENT: _PresenceState.ValueType  # 2
     """There is none, or one that is short, damaged or foreign; `failure` then says which."""
     PRESENCE_STATE_UNKNOWN: _PresenceState.ValueType  # 3
@@ -257,7 +253,7 @@ class PresenceState(_PresenceState, metaclass=_PresenceStateEnumTypeWrapper):
 PRESENCE_STATE_UNSPECIFIED: PresenceState.ValueType  # 0
 """Never sent."""
 PRESENCE_STATE_PRESENT: PresenceState.ValueType  # 1
-"""A whole object of the right layout is there."""
+"""An object of the right layout and size is there. Whether its bytes are whole is found out when it is loaded."""
 PRESENCE_STATE_ABSENT: PresenceState.ValueType  # 2
 """There is none, or one that is short, damaged or foreign; `failure` then says which."""
 PRESENCE_STATE_UNKNOWN: PresenceState.ValueType  # 3
@@ -816,7 +812,7 @@ Global___BounceBuffer: _TypeAlias = BounceBuffer  # noqa: Y015
 
 @_typing.final
 class TransferOptions(_message.Message):
-    """Changes how a transfer is done. A worker refuses what it can't do with BAD_REQUEST and drops no option. Device streams
+    """Changes how a transfer is done. A worker refuses what it can't do with UNSUPPORTED and drops no option. Device streams
     belong to one process and are no part of it.
     """
 

@@ -1,0 +1,56 @@
+"""Makes the engines that a worker was told to use.  [shell]"""
+
+import logging
+
+from ayni.endpoints import ClientTls
+from ayni.errors import AyniError, Unsupported
+from ayni.settings import SettingsError
+from worker_agent.blocks.engine import Engine
+from worker_agent.blocks.engines.grpc_engine import Dialling, GrpcEngine
+from worker_agent.blocks_config import BlocksConfig
+
+_log = logging.getLogger(__name__)
+
+
+def make_engines(config: BlocksConfig, token: str, tls: ClientTls, insecure: bool) -> list[Engine]:
+    """Returns the engines that are possible here, best first. Call it on the running loop.
+
+    Args:
+        config: names them.
+        token: what peers are called with.
+        tls: whom to trust when dialling peers.
+        insecure: dial peers in clear although others may read along.
+
+    Raises:
+        SettingsError: none is possible.
+    """
+    engines: list[Engine] = []
+    for name in config.engines:
+        try:
+            engines.append(_make(name, Dialling(token=token, tls=tls, insecure=insecure)))
+        except (AyniError, ImportError, OSError) as error:
+            _log.warning("engine %s is not used: %s", name, error)
+    if not engines:
+        raise SettingsError(f"none of the engines {', '.join(config.engines)} can be used here")
+    return engines
+
+
+def announce(engines: list[Engine], address: str, is_tls: bool) -> None:
+    """Tells the engines where the worker's service can be dialled."""
+    for engine in engines:
+        if isinstance(engine, GrpcEngine):
+            engine.serve_at(address, is_tls)
+
+
+def _make(name: str, dialling: Dialling) -> Engine:
+    if name == "grpc":
+        return GrpcEngine(dialling)
+    if name == "shm":
+        from worker_agent.blocks.engines.shm import ShmEngine
+
+        return ShmEngine()
+    if name == "nixl":
+        from worker_agent.blocks.engines.nixl_engine import NixlEngine
+
+        return NixlEngine()
+    raise Unsupported(f"there is no engine {name!r}", field="engines", detail=name)

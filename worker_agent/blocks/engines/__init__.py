@@ -1,0 +1,1 @@
+"""Ways to move blocks between workers."""

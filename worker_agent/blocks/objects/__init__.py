@@ -1,0 +1,1 @@
+"""The object tier: stores, the form of an object, claims to keys."""
