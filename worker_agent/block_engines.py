@@ -1,6 +1,8 @@
 """Makes the engines that a worker was told to use.  [shell]"""
 
 import logging
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
 
 from ayni.endpoints import ClientTls
 from ayni.errors import AyniError, Unsupported
@@ -35,11 +37,20 @@ def make_engines(config: BlocksConfig, token: str, tls: ClientTls, insecure: boo
     return engines
 
 
-def announce(engines: list[Engine], address: str, is_tls: bool) -> None:
-    """Tells the engines where the worker's service can be dialled."""
+def announce(engines: list[Engine], address: str, is_tls: bool, notify: Callable[[int], None]) -> None:
+    """Tells the engines where the worker's service can be dialled, and whom to tell the numbers of peers' pushes."""
     for engine in engines:
         if isinstance(engine, GrpcEngine):
             engine.serve_at(address, is_tls)
+        elif isinstance(engine, HearingEngine):
+            engine.on_notify = notify
+
+
+@runtime_checkable
+class HearingEngine(Protocol):
+    """An engine whose peers' pushes do not come through the service."""
+
+    on_notify: Callable[[int], None] | None
 
 
 def _make(name: str, dialling: Dialling) -> Engine:

@@ -54,7 +54,7 @@ async def serving(config: ServiceConfig) -> AsyncIterator[LocalBlockWorker]:
         health = await add_health_and_reflection(server, [SERVICE.full_name])
         worker.bound = bind(server, config.listen, config.server_tls, config.insecure)
         worker.address = _dialable(worker.bound)
-        announce(engines, worker.address, config.server_tls.is_on)
+        announce(engines, worker.address, config.server_tls.is_on, worker.notify)
         await server.start()
         yield worker
         await health.enter_graceful_shutdown()

@@ -66,7 +66,8 @@ async def disturbed(link: GrpcLink, way: str, local: Memory, disturb: Callable[[
     before = blocks_of(local, [0])
     ticket = start(link, way, local, limit)
     if way == "pull":
-        while np.array_equal(blocks_of(local, [0]), before):  # noqa: ASYNC110 -- nobody tells of a first block
+        while np.array_equal(blocks_of(local, [0]), before):
+            assert not ticket.outcome.done(), "the move was over before it could be disturbed"
             await asyncio.sleep(0)
     else:
         await asyncio.sleep(0.02)  # Nothing on this side shows how far a push is.

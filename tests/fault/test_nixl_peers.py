@@ -8,7 +8,6 @@ import os
 import signal
 import time
 from collections.abc import Callable, Coroutine
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -24,10 +23,7 @@ from worker_agent.blocks.engines.nixl_link import CLOSE_S, NixlLink
 from worker_agent.blocks.geometry import Geometry
 from worker_agent.blocks.memory import Memory
 
-pytestmark = pytest.mark.skipif(
-    not (find_spec("nixl") or find_spec("nixl_cu12") or find_spec("nixl_cu13")),
-    reason="NIXL is not installed: the extras nixl-cu12 and nixl-cu13 bring it",
-)
+pytestmark = nixl_peer.NEEDED
 
 NUM_BLOCKS = 2048
 GEOMETRY = Geometry(config=config(num_blocks=NUM_BLOCKS, region_bytes=1 << 14))
@@ -77,7 +73,8 @@ async def disturbed(
     before = blocks_of(local, [0])
     ticket = start(link, way, local, limit)
     if way == "pull":
-        while np.array_equal(blocks_of(local, [0]), before):  # noqa: ASYNC110 -- nobody tells of a first block
+        while np.array_equal(blocks_of(local, [0]), before):
+            assert not ticket.outcome.done(), "the move was over before it could be disturbed"
             await asyncio.sleep(0)
     else:
         await asyncio.sleep(0.005)  # Nothing on this side shows how far a push is.

@@ -94,6 +94,7 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(test())  # type: ignore[arg-type]
 
 
+@pytest.mark.fact("T116")
 @pytest.mark.parametrize("kind", [FC, BLOCK_SECOND])
 @pytest.mark.parametrize("num_blocks", [0, 1, 63, 64, 65, 1023, 1025])
 def test_batches_of_any_size_arrive_and_nothing_else_changes(num_blocks, kind):
@@ -607,7 +608,8 @@ def test_cancelled_pull_ends_at_once_and_leaves_the_blocks_alone_from_then_on():
         async with connected(remote) as pair:
             ticket = pair.link.pull(pair.move(local, range(512), range(512)))
             before = blocks_of(local, [0])
-            while np.array_equal(blocks_of(local, [0]), before):  # noqa: ASYNC110 -- nobody tells of a first block
+            while np.array_equal(blocks_of(local, [0]), before):
+                assert not ticket.outcome.done(), "the move was over before it could be disturbed"
                 await asyncio.sleep(0)
             ticket.cancel()
             result = await ended(ticket)
@@ -631,7 +633,8 @@ def test_cancelled_push_is_quiesced_when_the_peer_has_let_go():
         async with connected(remote) as pair:
             before = blocks_of(remote, [0])
             ticket = pair.link.push(pair.move(local, range(512), range(512)))
-            while np.array_equal(blocks_of(remote, [0]), before):  # noqa: ASYNC110 -- nobody tells of a first block
+            while np.array_equal(blocks_of(remote, [0]), before):
+                assert not ticket.outcome.done(), "the move was over before it could be disturbed"
                 await asyncio.sleep(0)
             ticket.cancel()
             result = await ended(ticket)

@@ -5,11 +5,11 @@ Skipped where NIXL is not installed.
 
 import asyncio
 import os
+import threading
 import zlib
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -31,10 +31,7 @@ from worker_agent.blocks.geometry import Geometry
 from worker_agent.blocks.host_memory import HostMemory
 from worker_agent.blocks.memory import Memory, Part
 
-pytestmark = pytest.mark.skipif(
-    not (find_spec("nixl") or find_spec("nixl_cu12") or find_spec("nixl_cu13")),
-    reason="NIXL is not installed: the extras nixl-cu12 and nixl-cu13 bring it",
-)
+pytestmark = nixl_peer.NEEDED
 
 LIMIT = 30.0
 
@@ -103,6 +100,10 @@ async def connected(memory: HostMemory, on_notify: Callable[[int], None] | None 
         await pair.link.close()
         await ours.close()
         await owner.close()
+        async with asyncio.timeout(LIMIT):
+            # A thread that has been told to end does not say when it has.
+            while any(thread.name.startswith("nixl") for thread in threading.enumerate()):  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -299,7 +300,8 @@ def test_cancelled_move_is_quiesced_when_its_requests_have_ended(monkeypatch):
         async with connected(remote) as pair:
             before = blocks_of(local, [0])
             ticket = pair.link.pull(pair.move(local, range(512), range(512)))
-            while np.array_equal(blocks_of(local, [0]), before):  # noqa: ASYNC110 -- nobody tells of a first block
+            while np.array_equal(blocks_of(local, [0]), before):
+                assert not ticket.outcome.done(), "the move was over before it could be disturbed"
                 await asyncio.sleep(0)
             ticket.cancel()
             result = await ended(ticket)

@@ -12,8 +12,11 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from ayni.blocks.layouts import AxisOrder, LayoutConfig, LayoutKind
 from ayni.blocks.metadata import EngineExport, WorkerMetadata
@@ -24,6 +27,11 @@ from worker_agent.blocks.geometry import Geometry
 from worker_agent.blocks.memory import Memory
 
 ROOT = Path(__file__).parents[2]
+NEEDED = pytest.mark.skipif(
+    not (os.environ.get("CI") or any(map(find_spec, ("nixl", "nixl_cu12", "nixl_cu13")))),
+    reason="NIXL is not installed: the extras nixl-cu12 and nixl-cu13 bring it",
+)
+"""In continuous integration what is missing is a failure."""
 LOOPBACK = {"UCX_NET_DEVICES": "lo", "UCX_LOG_LEVEL": "error", "NIXL_LOG_LEVEL": "FATAL"}
 TCP = LOOPBACK | {"UCX_TLS": "tcp"}
 

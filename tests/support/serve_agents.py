@@ -21,6 +21,7 @@ import numpy as np
 import yaml
 
 from tests.support.coordinator import environment
+from tests.support.seaweedfs import CREDENTIALS
 from worker_agent.blocks.geometry import Geometry
 from worker_agent.layouts_file import LayoutEntry
 
@@ -156,6 +157,10 @@ class ServeAgent:
                 names.append(re.sub(r"\d+", "N", os.readlink(path)))
         return sorted(names)
 
+    def num_mappings(self) -> int:
+        """How many pieces of shared memory it has mapped, its own and those of others."""
+        return Path(f"/proc/{self.pid}/maps").read_text().count("/memfd:ayni-")
+
     def view(self, geometry: Geometry) -> np.ndarray:
         """The blocks of a layout in memory, as they lie in the process's own memory now, shape [B, n], read-only.
 
@@ -238,8 +243,8 @@ class Crew:
 
     def _agent(self, name: str, num_heads: int, flags: Sequence[str]) -> ServeAgent:
         if name not in self._agents:
-            runtime = {"XDG_RUNTIME_DIR": str(self.runtime)}
-            self._agents[name] = ServeAgent(name, self.folder / name, device_entry(num_heads), *flags, **runtime)
+            variables = {"XDG_RUNTIME_DIR": str(self.runtime), **CREDENTIALS}
+            self._agents[name] = ServeAgent(name, self.folder / name, device_entry(num_heads), *flags, **variables)
         return self._agents[name]
 
 

@@ -57,6 +57,11 @@ class ServedGroup:
         self.metadata = configured.metadata
         return configured.disk_recovered
 
+    def with_disk(self, disk_blocks: int) -> tuple[LayoutRequest, ...]:
+        """The layouts of the group with another disk layout."""
+        host = [request for request in self.config.layouts if request.tier is Tier.HOST]
+        return (*host, LayoutRequest(tier=Tier.DISK, num_blocks=disk_blocks))
+
     async def connect(self, other: "ServedGroup", *engines: str) -> None:
         metadata = await soon(other.leader.export_metadata(), "exporting")
         await soon(self.leader.connect_remote(other.instance_id, metadata, engines), "connecting")
@@ -131,7 +136,7 @@ class ServedGroup:
             ticket = link.pull(move) if way == "pull" else link.push(move)
             await ticket.quiesced
             if failures := ticket.outcome.result().failures:
-                raise BlocksRefused({failure.reason for _, failure in failures})
+                raise BlocksRefused({index: failure.reason for index, failure in failures})
         finally:
             await link.close()
 
@@ -139,9 +144,10 @@ class ServedGroup:
 class BlocksRefused(Exception):
     """Blocks could not be read or written."""
 
-    def __init__(self, reasons: set[str]) -> None:
-        super().__init__(str(reasons))
-        self.reasons = reasons
+    def __init__(self, failures: dict[int, str]) -> None:
+        """`failures` has the reason of each block, by place in the list."""
+        super().__init__(f"{len(failures)} blocks: {set(failures.values())}")
+        self.failures = failures
 
 
 def geometry_of(layout: LayoutDescriptor) -> Geometry:
@@ -230,7 +236,7 @@ async def as_soon_as_free(write: Callable[[], Awaitable[None]], within_s: float 
         try:
             return await write()
         except BlocksRefused as error:
-            if error.reasons != {"BLOCK_BUSY"} or time.monotonic() > deadline:
+            if set(error.failures.values()) != {"BLOCK_BUSY"} or time.monotonic() > deadline:
                 raise
         await asyncio.sleep(0.01)
 

@@ -19,6 +19,7 @@ from coordinator_service.leader import SpmdParallelWorkers
 from coordinator_service.worker_stub import GrpcBlockWorker
 from tests.support.array_groups import GROUPS, SHAPE, TIERS, TOKEN
 from tests.support.block_groups import BlockGroup
+from worker_agent.blocks import local_tickets
 from worker_agent.blocks.geometry import Geometry
 from worker_agent.blocks.worker import LocalBlockWorker
 from worker_agent.blocks_config import BlocksConfig
@@ -105,14 +106,16 @@ def _described(
 
     @contextmanager
     def stalled() -> Iterator[None]:
-        """Keeps all copying threads busy."""
-        go = threading.Event()
+        """Keeps all copying threads busy, and every copy on a thread."""
+        go, inline = threading.Event(), local_tickets.INLINE_BYTES
+        local_tickets.INLINE_BYTES = -1
         for worker in workers:
             for _ in range(worker.config.copy_threads):
                 worker.copier.occupy(go.wait)
         try:
             yield
         finally:
+            local_tickets.INLINE_BYTES = inline
             go.set()
 
     return BlockGroup(

@@ -128,7 +128,7 @@ class Moves:
             write_notification=options.write_notification,
             deadline=0.0,
         )
-        name = _engine(peer, peer.pushing_engine, options)
+        name = _engine(peer, peer.pushing_engine(remote), options)
 
         async def begin(deadline: float) -> Sequence[Ticket]:
             link = await peer.link(name, deadline)

@@ -17,6 +17,9 @@ from worker_agent.blocks.objects.store import ObjectStore
 from worker_agent.blocks.objects.tier import ObjectTier
 from worker_agent.blocks.registry import Entry
 
+_FILE_REQUESTS = 2
+"""Keys of a store of files that are worked on at a time: more threads wait for one another inside the kernel."""
+
 
 class ObjectHalf:
     """Opens and closes the store, and finds the tier of a layout."""
@@ -61,7 +64,9 @@ class ObjectHalf:
                 Shelf(prefix=self._config.prefix, fingerprint=fingerprint, rank=self._rank),
                 entry.descriptor.config.block_bytes,
                 self._instance_id,
-                self._config.max_requests,
+                min(self._config.max_requests, _FILE_REQUESTS)
+                if self._config.kind == "file"
+                else self._config.max_requests,
             )
         return self._tiers[fingerprint]
 

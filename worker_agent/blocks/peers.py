@@ -111,11 +111,11 @@ class Peer:
         ticket.outcome.add_done_callback(note)
         return ticket
 
-    @property
-    def pushing_engine(self) -> str:
-        """Engine that a push uses unless it is told: the first that can push; empty when none can."""
+    def pushing_engine(self, layout: LayoutDescriptor) -> str:
+        """Returns the engine that pushes into a layout use: the first that can and may reach it; empty for none."""
         able = [name for name, engine in self._engines.items() if engine.capabilities.can_push]
-        return able[0] if able else ""
+        chosen = self.engine_for(layout)
+        return chosen if chosen in able else next((name for name in able if self._may_reach(name, layout)), "")
 
     def check_engine(self, name: str) -> None:
         """Refuses an engine that can't be used with this worker.
@@ -130,6 +130,11 @@ class Peer:
                 field="options.engine",
                 detail=name,
             )
+
+    def _may_reach(self, name: str, layout: LayoutDescriptor) -> bool:
+        """Says whether an engine may reach a layout; one that is not connected yet is asked when it is."""
+        link = self._links.get(name)
+        return link is None or link.reaches(layout)
 
     def layout(self, place: LocalLayout) -> LayoutDescriptor:
         """Returns the description of one of the worker's layouts.

@@ -137,14 +137,14 @@ class _Run:
             _log.exception("%s", self._job.what)
             self._tell(self._ended(self._all(Fault(f"{self._job.what}: {error!r}", detail=repr(error)))))
         finally:
-            if self._tickets:
-                await asyncio.wait([ticket.quiesced for ticket in self._tickets])
+            if landing := [ticket.quiesced for ticket in self._tickets if not ticket.quiesced.done()]:
+                await asyncio.wait(landing)
             self._give_back()
             self._event.quiesce()
 
     async def _begin(self) -> None:
         """Starts the copies; none is started once the transfer was given up."""
-        self._beginning = self._loop.create_task(_await(self._job.begin(self._stop_at)))
+        self._beginning = self._loop.create_task(_begun(self._job, self._stop_at))
         if self._cancelled:
             self._beginning.cancel()
         await _wait([self._beginning], self._stop_at)
@@ -208,11 +208,11 @@ def _nothing() -> None:
     """Gives back what was given back before."""
 
 
-async def _await(beginning: Awaitable[Sequence[Ticket]]) -> Sequence[Ticket]:
-    return await beginning
+async def _begun(job: Job, deadline: float) -> Sequence[Ticket]:
+    return await job.begin(deadline)
 
 
 async def _wait(futures: "Sequence[asyncio.Future[Any]]", until: float) -> None:
     """Waits for all futures, at most until a moment."""
-    if futures:
-        await asyncio.wait(futures, timeout=max(0.0, until - asyncio.get_running_loop().time()))
+    if late := [future for future in futures if not future.done()]:
+        await asyncio.wait(late, timeout=max(0.0, until - asyncio.get_running_loop().time()))

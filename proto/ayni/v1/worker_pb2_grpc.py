@@ -227,7 +227,8 @@ class WorkerServiceServicer(object):
     def ReadBlocks(self, request, context):
         """Streams blocks to a peer. Read-only and idempotent. Server: `begin`, then `chunk` frames in the order of the
         request, then `complete`, then end. Completeness is counted in bytes; a stream that ends without `complete` has
-        failed. Refuses before `begin` with STALE_EPOCH, UNKNOWN_LAYOUT, UNKNOWN_BLOCK, INCOMPATIBLE_LAYOUT.
+        failed. Bytes of a block that fails may be left out; such a block is never sent whole.
+        Refuses before `begin` with STALE_EPOCH, UNKNOWN_LAYOUT, UNKNOWN_BLOCK, INCOMPATIBLE_LAYOUT, BLOCK_BUSY.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -235,8 +236,10 @@ class WorkerServiceServicer(object):
 
     def WriteBlocks(self, request_iterator, context):
         """Receives blocks from a peer. Client: `begin`; then, after the server's initial metadata has come, which is how it
-        accepts, `chunk` frames in the order of `begin`; then half-close. Idempotent. After a refusal or a lost stream the
-        named blocks hold undefined bytes, so the sender must take none of them for written.
+        accepts, `chunk` frames in the order of `begin`; then half-close. That metadata holds "ayni-accepted: 1", because
+        some clients get initial metadata with a refusal too. Idempotent. The client may leave out the bytes of a block that
+        it can't send; a write that ends early is answered with the blocks that are not whole.
+        After a refusal or a lost stream the named blocks hold undefined bytes: the sender takes none of them for written.
         Refuses before it accepts with STALE_EPOCH, UNKNOWN_LAYOUT, UNKNOWN_BLOCK, INCOMPATIBLE_LAYOUT, BLOCK_BUSY. Later
         faults (BAD_CHUNK, CHECKSUM) are answered after the rest of the stream was read and dropped.
         """
