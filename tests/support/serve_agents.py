@@ -119,7 +119,7 @@ class ServeAgent:
     def stop(self) -> None:
         """Stops all of its threads where they are; they stand on return."""
         os.kill(self.pid, signal.SIGSTOP)
-        wait_until(lambda: self._state() == "T", "the process to stand still")
+        wait_until(lambda: self._states() == {"T"}, "the process to stand still")
 
     def go_on(self) -> None:
         """Lets it run; does nothing once it has ended."""
@@ -151,11 +151,7 @@ class ServeAgent:
 
     def open_files(self) -> list[str]:
         """What its descriptors are, without numbers that change."""
-        names = []
-        for path in Path(f"/proc/{self.pid}/fd").iterdir():
-            with contextlib.suppress(FileNotFoundError):
-                names.append(re.sub(r"\d+", "N", os.readlink(path)))
-        return sorted(names)
+        return sorted(re.sub(r"\d+", "N", target) for _, target in self._descriptors())
 
     def num_mappings(self) -> int:
         """How many pieces of shared memory it has mapped, its own and those of others."""
@@ -169,8 +165,8 @@ class ServeAgent:
         size = sum(-(-each // mmap.PAGESIZE) * mmap.PAGESIZE for each in geometry.allocation_bytes)
         found = [
             path
-            for path in sorted(Path(f"/proc/{self.pid}/fd").iterdir(), key=lambda path: int(path.name))
-            if os.readlink(path).startswith("/memfd:ayni-blocks ") and path.stat().st_size == size
+            for path, target in sorted(self._descriptors(), key=lambda one: int(one[0].name))
+            if target.startswith("/memfd:ayni-blocks ") and path.stat().st_size == size
         ]
         assert found, f"{self.name} has no pool of {size} bytes"
         with found[-1].open("rb") as file:
@@ -182,8 +178,16 @@ class ServeAgent:
     def _log(self) -> Path:
         return self.folder / "log"
 
-    def _state(self) -> str:
-        return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+    def _descriptors(self) -> Iterator[tuple[Path, str]]:
+        """What is open now, and what it is."""
+        for path in Path(f"/proc/{self.pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                yield path, os.readlink(path)
+
+    def _states(self) -> set[str]:
+        """States of its threads, as in man proc."""
+        threads = Path(f"/proc/{self.pid}/task").iterdir()
+        return {(thread / "stat").read_text().rpartition(")")[2].split()[0] for thread in threads}
 
 
 def wait_until(condition: Callable[[], bool], what: str, within_s: float = SOON_S) -> None:
