@@ -149,7 +149,9 @@ def client_options(keepalive: Keepalive, loopback: bool) -> Options:
         *_keepalive_options(keepalive),
         ("grpc.initial_reconnect_backoff_ms", 200),
         ("grpc.min_reconnect_backoff_ms", 5000),
-        ("grpc.max_reconnect_backoff_ms", 5000),
+        ("grpc.max_reconnect_backoff_ms", 1000),
+        # A new channel dials at once, whatever pauses another one to the same address is in.
+        ("grpc.use_local_subchannel_pool", 1),
         ("grpc.enable_http_proxy", 0 if loopback else 1),
     )
 

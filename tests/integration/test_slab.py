@@ -179,6 +179,18 @@ def test_other_shape_other_owner_and_other_files_are_refused_and_unchanged(tmp_p
         open_slab(tmp_path / "a.slab")
 
 
+def test_slab_that_was_never_written_makes_way_for_another_shape(tmp_path):
+    open_slab(tmp_path / "a.slab").close()
+    other = geometry_of(config=replace(CONFIG, num_blocks=7))
+    slab = open_slab(tmp_path / "a.slab", other)
+    assert not slab.recovered
+    write(slab, [6], unique_rows(1, CONFIG.block_bytes, 6))
+    slab.close()
+    with pytest.raises(IncompatibleLayout):
+        open_slab(tmp_path / "a.slab")
+    assert open_slab(tmp_path / "a.slab", other).written_blocks().tolist() == [6]
+
+
 def test_link_in_place_of_the_file_is_not_followed(tmp_path):
     (tmp_path / "victim").write_bytes(b"")
     (tmp_path / "a.slab").symlink_to(tmp_path / "victim")

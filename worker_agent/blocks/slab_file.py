@@ -124,11 +124,23 @@ class SlabFile:
         found = decode(page, str(self.path))
         if found is None:
             return None
+        if replace(found, clean=False) != replace(self._header, clean=False) and self._is_blank(found):
+            # Made for another configuration and never written: there is nothing to keep.
+            with self._named("empty it"):
+                os.ftruncate(self._fd, 0)
+            return None
         check_same(found, self._header, str(self.path))
         has = os.fstat(self._fd).st_size
         if has < size:
             raise refused(str(self.path), f"it was cut short: it has {has} bytes, its blocks need {size}")
         return found
+
+    def _is_blank(self, found: SlabHeader) -> bool:
+        """Says whether no block of a slab was ever written."""
+        size = found.num_blocks * SLOT.itemsize
+        with self._named("read its slots"):
+            slots = os.pread(self._fd, size, PAGE_BYTES)
+        return len(slots) == size and not any(slots)
 
     def _make(self, size: int) -> None:
         """Sets all bytes aside now, so that a full disk is told here and not in the middle of a transfer."""

@@ -6,7 +6,7 @@ What can't be read or written is named block by block and does not stop the othe
 from collections.abc import AsyncIterator
 
 from ayni.blocks.transfers import Failure
-from ayni.errors import AyniError, StorageFailed
+from ayni.errors import AyniError, Checksum, StorageFailed
 from worker_agent.blocks.frames import BlockChunk, encode_block_chunk
 from worker_agent.blocks.stream_ends import Sink, Source
 from worker_agent.blocks.stream_order import Arrivals, Run, StreamShape, cut, head_of
@@ -40,7 +40,7 @@ class Sending:
     async def _encoded(self, run: Run) -> AsyncIterator[bytes]:
         try:
             payload = await self._source.payload(run)
-        except StorageFailed as error:
+        except (Checksum, StorageFailed) as error:
             if run.count > 1:
                 for single in run.singles():
                     async for frame in self._encoded(single):

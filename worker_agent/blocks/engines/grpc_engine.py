@@ -4,6 +4,7 @@ It works wherever a worker can be dialled, with every kind of memory, encrypted 
 registered: the owner's service looks layouts up and holds the blocks while they are read or written.
 """
 
+import asyncio
 import json
 import zlib
 from dataclasses import dataclass, field, replace
@@ -110,7 +111,7 @@ async def _warm_up(link: GrpcLink, peer: WorkerMetadata, deadline: float) -> Non
     geometry = Geometry(config=replace(remote.config, num_blocks=1), axis_order=remote.axis_order)
     local = allocate_host(geometry)
     ticket = link.pull(Move(remote=remote, remote_blocks=one, local=local, local_blocks=one, deadline=deadline))
-    await ticket.quiesced
+    await asyncio.wait([ticket.quiesced])
     for _, failure in ticket.outcome.result().failures:
         # Whoever says that a block is busy, or can't be read, has been reached, and asked, and has answered.
         if failure.reason not in _ANSWERS:

@@ -69,7 +69,9 @@ class ShmLink:
         pulls = list(self._pulls)
         for pull in pulls:
             pull.stop(PeerLost(f"the link to {self._peer} was closed", peer=self._peer, detail="closed"))
-        await asyncio.gather(*(pull.ticket.quiesced for pull in pulls))
+        if pulls:
+            # Not gathered: who gives up waiting must not cancel what the pulls end with.
+            await asyncio.wait([pull.ticket.quiesced for pull in pulls])
         # Whoever still holds a ticket holds its pull; the pools must not wait for that.
         for lent in self._lent.values():
             lent.pool.close()

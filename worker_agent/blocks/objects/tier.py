@@ -63,6 +63,8 @@ class ObjectTier:
         self._locks = KeyLocks(store, shelf, instance_id)
         self._max_requests = max_requests
         self._threads = ThreadPoolExecutor(max_requests, thread_name_prefix="objects")
+        self._look_ups = ThreadPoolExecutor(max_requests, thread_name_prefix="object look-ups")
+        """Of their own: a look-up does not wait for a long put."""
         self._own = threading.local()
         self._damaged: set[str] = set()
         """Objects of ours whose bytes were found to be others: they count as absent, so that a put replaces them."""
@@ -75,7 +77,7 @@ class ObjectTier:
             deadline: moment on the event loop's clock.
         """
         batch = Batch("look-up", len(keys), _unknown, deadline)
-        return batch.begin(lambda place: self._look_up(keys[place]), self._threads, self._max_requests)
+        return batch.begin(lambda place: self._look_up(keys[place]), self._look_ups, self._max_requests)
 
     def put(
         self, memory: Memory, blocks: Ids, keys: Sequence[bytes], lock_validity_s: float | None, deadline: float
@@ -110,7 +112,8 @@ class ObjectTier:
 
     def close(self) -> None:
         """Starts no further request. Those that are out end by the store's own timeout."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._look_ups):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def _look_up(self, key: bytes) -> Presence:
         identity = self._identity(key)
