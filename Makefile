@@ -54,8 +54,9 @@ check: $(SETUP) ## formats, lint, types, imports, schema, stubs, unit ring
 test: check ## check, then the integration and fault rings
 	$(ONE_THREAD) $(PYTEST) tests/integration tests/fault
 
-bench: $(SETUP) ## all-reduce against the same bytes over a bare socket; one JSON object
+bench: $(SETUP) ## all-reduce and blocks against the same bytes moved barely; two JSON objects
 	$(ONE_THREAD) $(BIN)/python tests/bench/all_reduce.py
+	$(ONE_THREAD) $(BIN)/python tests/bench/blocks.py
 
 train: $(SETUP) ## fine-tune a small encoder on two local workers
 	$(BIN)/python scripts/prepare_data.py bbc

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from ayni.blocks.ids import Ids
 from ayni.blocks.metadata import ParallelismMode
 from ayni.blocks.objects import KeyOutcome, KeyReport, OutcomeState, Presence, PresenceReport, PresenceState
-from ayni.blocks.transfers import BlockFailure, Failure, TransferOutcome, TransferResult
+from ayni.blocks.transfers import AllFailed, Failure, TransferOutcome, TransferResult
 from ayni.errors import AyniError, Deadline, Fault, PeerLost, Unsupported
 from coordinator_service.parallelism import is_replicated
 
@@ -53,10 +53,7 @@ def joined_error(what: str, errors: Mapping[int, Exception]) -> Exception:
 def undone(asked: Asked, error: AyniError, *, is_refusal: bool = False, quiesced: bool = True) -> TransferOutcome:
     """Returns the outcome of a rank on which no block is known to be done."""
     failure = Failure.of(error)
-    failures = tuple(
-        BlockFailure(index=index, block=block, failure=failure)
-        for index, block in enumerate(asked.destination_blocks.tolist())
-    )
+    failures = AllFailed(asked.destination_blocks, failure)
     outcome = TransferOutcome(
         rank=asked.rank,
         num_done=0,
@@ -118,6 +115,8 @@ def _placed(asked: Asked, outcome: TransferOutcome) -> TransferOutcome:
     if asked.places is None:
         return outcome
     places = asked.places
+    if isinstance(outcome.failures, AllFailed):
+        return replace(outcome, failures=outcome.failures.at(places))
     return replace(outcome, failures=tuple(replace(f, index=int(places[f.index])) for f in outcome.failures))
 
 

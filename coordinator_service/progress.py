@@ -22,7 +22,7 @@ class Progress:
         self.committed_steps = committed_steps
         self.stored_steps = 0
         """Steps behind the newest train state that is stored as objects."""
-        self.settled_steps = 0
+        self.settled_steps = committed_steps
         """Steps behind the newest train state that was stored or given up."""
         self.step = 0
         self.attempt = 0

@@ -9,13 +9,14 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from ayni.blocks.layouts import LocalLayout, Tier
 from ayni.blocks.metadata import GroupConfig, ParallelismMode
-from ayni.blocks.objects import KeyReport, ObjectStoreConfig
+from ayni.blocks.objects import KeyReport, ObjectStoreConfig, OutcomeState, PresenceReport, PresenceState
 from ayni.blocks.state_keys import state_keys
 from ayni.errors import AyniError
+from ayni.settings import SettingsError
 from coordinator_service.epochs import Seat
 from coordinator_service.leader import SpmdParallelWorkers
 from coordinator_service.run import Run
@@ -53,18 +54,20 @@ class StateKeeper:
                 await self._run.changed.wait()
 
     async def settle(self, steps: int) -> None:
-        """Waits until the state behind a step is stored or given up, if it is one to be stored."""
-        every = self._config.store_every
-        if not every or steps % every or self._run.progress.settled_steps >= steps:
+        """Waits until the last state that is due by a step is stored or given up."""
+        if not self._config.store_every:
+            return
+        due = steps - steps % self._config.store_every
+        if self._run.progress.settled_steps >= due:
             return
         timeout = self._run.file.timeouts.store.total_seconds()
-        _log.info("waiting for the state behind step %d to be stored", steps)
+        _log.info("waiting for the state behind step %d to be stored", due)
         try:
             async with asyncio.timeout(timeout):
-                while self._run.progress.settled_steps < steps and self._run.epochs.seats:
+                while self._run.progress.settled_steps < due and self._run.epochs.seats:
                     await self._run.changed.wait()
         except TimeoutError:
-            _log.error("the state behind step %d was not stored within %g s", steps, timeout)
+            _log.error("the state behind step %d was not stored within %g s", due, timeout)
 
     async def close(self) -> None:
         """Ends the connections to the workers."""
@@ -93,10 +96,12 @@ class StateKeeper:
             progress.stored_steps = steps
             seconds = time.monotonic() - began
             _log.info("stored the state behind step %d: %.1f MB in %.1f s", steps, size / 1e6, seconds)
-        except (AyniError, OSError) as error:
-            _log.error("the state behind step %d was not stored: %s", steps, error)
         except TimeoutError:
             _log.error("the state behind step %d was not stored within %g s", steps, timeout)
+        except (AyniError, OSError, SettingsError) as error:
+            _log.error("the state behind step %d was not stored: %s", steps, error)
+        except Exception:
+            _log.exception("the state behind step %d was not stored", steps)
         finally:
             progress.settled_steps = steps
             self._run.changed.notify()
@@ -108,13 +113,11 @@ class StateKeeper:
         counts = {layout.config.num_blocks for one in metadata for layout in one.layouts if layout.place == STATE}
         if len(counts) != 1:
             raise OSError(f"the workers' states differ in size: {sorted(counts)} blocks")
-        count, size = counts.pop(), 0
-        for indices in (range(1, count), range(1)):
-            keys = state_keys(self._run.file.run_id, steps, indices)
-            report = await self._group.put_blocks(STATE, indices, keys, timeout_s=timeout_s)
-            _check(report, indices)
-            size += sum(outcome.size_bytes for outcome in report.outcomes)
-        return size
+        count = counts.pop()
+        keys = state_keys(self._run.file.run_id, steps, range(count))
+        size = _stored(await self._group.put_blocks(STATE, range(1, count), keys[1:], timeout_s=timeout_s), 1)
+        _check_shared(await self._group.has_blocks(STATE, keys[1:], timeout_s))
+        return size + _stored(await self._group.put_blocks(STATE, [0], keys[:1], timeout_s=timeout_s), 0)
 
     async def _lead(self) -> None:
         """Makes the group of the present members."""
@@ -154,7 +157,29 @@ def _store_config(run: Run) -> ObjectStoreConfig:
     )
 
 
-def _check(report: KeyReport, indices: Sequence[int]) -> None:
-    for index, outcome in zip(indices, report.outcomes, strict=True):
+def _stored(report: KeyReport, first: int) -> int:
+    """Returns the bytes that were stored.
+
+    Raises:
+        OSError: a block was not, or one of another state is in its place.
+    """
+    for block, outcome in enumerate(report.outcomes, first):
         if not outcome.is_success:
-            raise OSError(f"block {index} was not stored: {outcome.failure or outcome.state.value}")
+            raise OSError(f"block {block} was not stored: {outcome.failure or outcome.state.value}")
+        if outcome.state is OutcomeState.ALREADY_PRESENT:
+            raise OSError(
+                f"block {block} is there already, from another run with this run_id or from an earlier try; "
+                "give another run_id, state.store.prefix or bucket, or remove what is there"
+            )
+    return sum(outcome.size_bytes for outcome in report.outcomes)
+
+
+def _check_shared(report: PresenceReport) -> None:
+    """Refuses stores that are not one: every worker must see what all of them have stored."""
+    for rank, presences in enumerate(report.by_rank):
+        missing = sum(presence.state is not PresenceState.PRESENT for presence in presences)
+        if missing:
+            raise OSError(
+                f"the worker of rank {rank} does not see {missing} of {len(presences)} blocks that the others stored: "
+                "with state.store.kind file all workers must share the folder (blocks.root); or use a service"
+            )

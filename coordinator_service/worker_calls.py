@@ -159,7 +159,7 @@ class WorkerCalls:
             ids = as_ids(blocks)
             message = _encoded(call, lambda: request(ids))
         except AyniError as error:
-            return self._events.completed(_result(refused(rank, ids.tolist(), error)), what)
+            return self._events.completed(_result(refused(rank, ids, error)), what)
         event, loop = self._events.new_event(what), asyncio.get_running_loop()
         transfer = _Transfer(call=call, message=message, blocks=ids, options=options, rank=rank, started=loop.time())
         task = loop.create_task(self._carry(transfer))
@@ -180,11 +180,11 @@ class WorkerCalls:
         except aio.AioRpcError as error:
             refusal = _refusal(error, transfer.call)
             if refusal is not None:
-                return refused(transfer.rank, transfer.blocks.tolist(), refusal)
+                return refused(transfer.rank, transfer.blocks, refusal)
             return _undone(transfer, self._lost(error, transfer))
         try:
             with sent_by(self._name):
-                outcome = outcome_of(response.outcome, len(transfer.blocks))
+                outcome = outcome_of(response.outcome, transfer.blocks)
         except AyniError as error:
             return _undone(transfer, error)
         return replace(outcome, rank=transfer.rank)
@@ -327,7 +327,7 @@ def _told(error: aio.AioRpcError) -> str:
 def _undone(transfer: _Transfer, error: AyniError) -> TransferOutcome:
     """Returns the outcome of a transfer of which nothing is known."""
     elapsed_s = asyncio.get_running_loop().time() - transfer.started
-    outcome = refused(transfer.rank, transfer.blocks.tolist(), error)
+    outcome = refused(transfer.rank, transfer.blocks, error)
     # Without blocks only a refusal tells that it isn't done.
     refusal = None if outcome.failures else outcome.refusal
     return replace(outcome, refusal=refusal, quiesced=False, elapsed_s=elapsed_s)

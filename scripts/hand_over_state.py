@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import time
@@ -28,7 +29,20 @@ _LONGEST_WAIT_S = 600.0
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the demonstration, or its third process; returns the exit code."""
     given = _parser().parse_args(arguments)
-    return _go_on(given) if given.from_agent else _demonstrate(given)
+    if given.from_agent:
+        return _go_on(given)
+    # A signal unwinds the stack, which ends all processes.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)
+    try:
+        return _demonstrate(given)
+    except KeyboardInterrupt:
+        print("hand_over_state: interrupted", file=sys.stderr)
+        return 1
+
+
+def _interrupt(_number: int, _frame: object) -> None:
+    raise KeyboardInterrupt
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -48,7 +62,11 @@ def _demonstrate(given: argparse.Namespace) -> int:
         print(f"hand_over_state: {text}: a state is published every --at steps", file=sys.stderr)
         return 2
     output = given.output_dir.resolve()
-    output.mkdir(parents=True, exist_ok=True)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        print(f"hand_over_state: {output} can't be made: {error.strerror}", file=sys.stderr)
+        return 2
     os.environ.setdefault("AYNI_TOKEN", secrets.token_urlsafe())
     began = time.monotonic()
     with contextlib.ExitStack() as stack:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ayni.channels import open_channel
+from ayni.errors import Deadline, StorageFailed, TooLarge
 from ayni.logs import log_context
 from ayni.process import DONE, FAILED, Stopped, TemporaryFailure, load_token, on_signal
 from ayni.run_config import RunConfig
@@ -259,9 +260,13 @@ class Agent:
         state, steps = job.state, job.trainer.completed_steps
         if not state.is_due(steps):
             return
-        if state.is_awaiting_store:
-            client.wait_settled(state.published_steps, self._config.exchange_timeout)
-        state.publish(*job.trainer.state())
+        try:
+            if state.is_awaiting_store:
+                client.wait_settled(state.published_steps, self._config.exchange_timeout)
+            state.publish(*job.trainer.state())
+        except (Deadline, StorageFailed, TooLarge) as error:
+            _log.warning("the state behind step %d is not published: %s", steps, error)
+            return
         client.publish(steps)
 
     def _context(self, **fields: object) -> AbstractContextManager[None]:

@@ -34,6 +34,8 @@ T = TypeVar("T")
 
 _LEAVE_SECONDS = 5.0
 _LAST_WORD_SECONDS = 2.0
+_IMPATIENT_S = 0.05
+"""Pause between heartbeats while training waits for the answer of one."""
 
 
 class Member:
@@ -67,6 +69,7 @@ class Member:
         self._published_steps = 0
         self._settled_steps = 0
         self._settled = asyncio.Event()
+        self._is_awaiting_settled = False
         self._beat_now = asyncio.Event()
 
     def start(self, completed_steps: int, parameters_sha256: str) -> None:
@@ -145,10 +148,14 @@ class Member:
         try:
             async with asyncio.timeout(within.total_seconds()):
                 while self._settled_steps < steps and not self.news.ending:
+                    self._is_awaiting_settled = True
+                    self._beat_now.set()
                     await self._settled.wait()
         except TimeoutError:
             what = f"the coordinator to have the state behind step {steps} stored"
             raise _deadline(what, within.total_seconds()) from None
+        finally:
+            self._is_awaiting_settled = False
 
     async def leave(self, reason: str, parameters_sha256: str) -> None:
         """Ends the membership and the connection. Never fails: who can't be told learns it from the broken stream."""
@@ -315,7 +322,8 @@ class Member:
                 self._changes.log_if_changed("heartbeat", str(error))
                 self._fail_if_silent(error)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(interval.total_seconds()):
+                pause = interval.total_seconds()
+                async with asyncio.timeout(min(pause, _IMPATIENT_S) if self._is_awaiting_settled else pause):
                     await self._beat_now.wait()
 
     def _sign_of_life(self) -> SignOfLife:

@@ -61,7 +61,9 @@ class WorkerServicer:
     ) -> pb.ConfigureLayoutsResponse:
         """Creates layouts and names the worker's place in its group."""
         config = self._read(request, context, group_messages.config_of)
-        return group_messages.configured_message(await self._blocks.configure_layouts(config))
+        configured = await self._blocks.configure_layouts(config)
+        self._newest_epoch = max(self._newest_epoch, config.epoch)
+        return group_messages.configured_message(configured)
 
     async def ExportMetadata(self, request: pb.ExportMetadataRequest, context: Context) -> pb.ExportMetadataResponse:
         """Says how to reach the worker's layouts."""
@@ -156,7 +158,7 @@ class WorkerServicer:
     async def ReadBlocks(self, request: pb.ReadBlocksRequest, context: Context) -> AsyncIterator[bytes]:
         """Streams blocks to a peer."""
         lender = self._lender or await _refuse(context, "ReadBlocks")
-        async with aclosing(streams.read_blocks(request, lender)) as frames:
+        async with aclosing(streams.read_blocks(request, lender, context)) as frames:
             async for frame in frames:
                 yield frame
 
@@ -189,11 +191,11 @@ class WorkerServicer:
     def _fence(self, epoch: int) -> None:
         if 0 < epoch < self._newest_epoch:
             raise StaleEpoch(
-                f"epoch {epoch} is over: this worker has seen epoch {self._newest_epoch}; configure the group again",
+                f"epoch {epoch} is over: this worker was configured in epoch {self._newest_epoch}; configure it again "
+                f"in an epoch above {self._newest_epoch}",
                 epoch=epoch,
                 current_epoch=self._newest_epoch,
             )
-        self._newest_epoch = max(self._newest_epoch, epoch)
 
 
 async def _ended(notification: Notification) -> pb.TransferOutcome:

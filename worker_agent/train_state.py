@@ -30,6 +30,8 @@ PLACE = LocalLayout(tier=Tier.HOST)
 """Where the train state lies: the primary resource of an agent that trains."""
 
 _TRANSFER_S = 600.0
+_HELD_S = 30.0
+"""Longest wait for readers of the state before; training waits meanwhile."""
 
 
 class TrainState:
@@ -68,7 +70,7 @@ class TrainState:
         ]
         blocks = fmt.pack(arrays, facts, self._config.block_bytes)
         self._make_layout(len(blocks))
-        writing = self._worker.write(PLACE, as_ids(range(len(blocks))), blocks, _TRANSFER_S)
+        writing = self._worker.write(PLACE, as_ids(range(len(blocks))), blocks, _HELD_S)
         self._network.wait(writing, _TRANSFER_S, "the train state's blocks")
         self.published_steps = int(facts["completed_steps"])
         _log.debug("published the state behind %d steps: %d blocks", self.published_steps, len(blocks))
@@ -129,9 +131,11 @@ class TrainState:
         failed = [(b, o) for b, o in zip(blocks, report.outcomes, strict=True) if not o.is_success]
         if failed:
             block, outcome = failed[0]
-            why = outcome.failure.message if outcome.failure else "there is no such object"
+            size = self._config.block_bytes
+            why = outcome.failure.message if outcome.failure else f"there is no such object of {size} bytes"
             raise UnknownObject(
-                f"{len(failed)} of {len(keys)} blocks of the {name} can't be loaded, the first is block {block}: {why}",
+                f"{len(failed)} of {len(keys)} blocks of the {name} can't be loaded, the first is block {block}: {why} "
+                "(state.block_bytes must be that of the run that stored it)",
                 key=name,
                 detail=why,
             )

@@ -75,7 +75,8 @@ def test_peer_killed_in_the_middle_of_a_pull_and_started_again(engine):
             assert result.quiesced
             assert result.outcomes[0].is_done
             check_failed(result.outcomes[1], "PEER_LOST")
-            assert result.outcomes[1].num_done
+            # A stream that ends without its last frame counts for nothing; memory is checked block by block.
+            assert bool(result.outcomes[1].num_done) == (engine == "shm")
             for rank, before in enumerate((untouched, found.before)):
                 check_blocks(views[rank], IDS, expected[rank][found.sources], before, result.outcomes[rank])
             await others_go_on(near, far)

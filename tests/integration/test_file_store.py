@@ -128,6 +128,35 @@ def test_what_a_killed_process_left_is_swept_and_a_live_one_s_is_not(tmp_path: P
     assert staging_folders(root) == set()
 
 
+def test_folder_that_its_owner_is_just_removing_does_not_stop_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closing = FileStore(tmp_path / "store")
+    listed = Path.iterdir
+
+    def then_gone(folder: Path) -> Iterator[Path]:
+        found = list(listed(folder))
+        if folder.name == "staging":
+            closing.close()
+        return iter(found)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "iterdir", then_gone)
+        store = FileStore(tmp_path / "store")
+    assert store.put_if_absent("a", view(b"x"))
+    store.close()
+
+
+def test_stray_file_among_unfinished_ones_is_passed_over(tmp_path: Path) -> None:
+    FileStore(tmp_path / "store").close()
+    stray = tmp_path / "store" / ".ayni" / "staging" / "stray"
+    stray.write_text("x")
+    store = FileStore(tmp_path / "store")
+    assert store.put_if_absent("a", view(b"x"))
+    store.close()
+    assert stray.exists()
+
+
 RACER = """
 import sys
 from pathlib import Path
@@ -190,6 +219,30 @@ def test_opening_by_configuration(tmp_path: Path) -> None:
     assert store.put_if_absent("kv/a", view(b"x"))
     assert [path.relative_to(tmp_path).parts[:2] for path in objects(tmp_path)] == [("objects", "kv")]
     store.close()
+
+
+@pytest.mark.parametrize(
+    ("bucket", "prefix"),
+    [("objects", "link/"), ("objects", "link/deeper/"), ("objects", "link/start of names"), ("objects/link", "")],
+)
+def test_links_out_of_the_root_are_refused(tmp_path: Path, bucket: str, prefix: str) -> None:
+    outside, root = tmp_path / "outside", tmp_path / "root"
+    outside.mkdir()
+    (root / "objects").mkdir(parents=True)
+    (root / "objects" / "link").symlink_to(outside)
+    with pytest.raises(BadRequest, match="a link on the way leads to"):
+        open_store(config(bucket=bucket, prefix=prefix), root)
+    assert list(outside.iterdir()) == []
+
+
+def test_links_inside_the_root_are_followed(tmp_path: Path) -> None:
+    (tmp_path / "objects").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "objects" / "link").symlink_to(tmp_path / "elsewhere")
+    store = open_store(config(prefix="link/"), tmp_path)
+    assert store.put_if_absent("link/a", view(b"x"))
+    store.close()
+    assert len(objects(tmp_path / "elsewhere")) == 1
 
 
 @pytest.mark.parametrize(

@@ -199,6 +199,63 @@ def test_order_can_be_claimed_for_blocks_whose_order_the_peer_does_not_know():
     run(test)
 
 
+@pytest.mark.parametrize(("own", "taken_for"), [(NHD, UNIVERSAL), (UNIVERSAL, NHD), (UNIVERSAL, AxisOrder.UNKNOWN)])
+def test_layers_that_the_peer_has_elsewhere_are_refused_before_anything_moves(own, taken_for):
+    async def test() -> None:
+        remote, local = filled(geometry(own), seed=1), filled(geometry(NHD), seed=2)
+        before = blocks_of(remote), blocks_of(local)
+        parts: dict[str, Any] = {
+            "remote_part": Part(layers=(0, 1), axis_order=taken_for),
+            "local_part": Part(layers=(0, 1)),
+        }
+        async with connected(remote) as pair:
+            with pytest.raises(Unsupported, match="a range of layers can't be combined") as error:
+                pair.link.pull(pair.move(local, [0], [1], **parts))
+            assert error.value.metadata["field"] == "options.source_axis_order"
+            with pytest.raises(Unsupported, match="a range of layers can't be combined") as error:
+                pair.link.push(pair.move(local, [0], [1], **parts))
+            assert error.value.metadata["field"] == "options.destination_axis_order"
+            everything = Part(layers=(0, 2), axis_order=taken_for)
+            if taken_for is not AxisOrder.UNKNOWN:
+                assert not (await pair.pull(local, [0], [2], remote_part=everything)).failures
+        assert np.array_equal(blocks_of(remote), before[0])
+        assert np.array_equal(blocks_of(local, [0, 1]), before[1][[0, 1]])
+
+    run(test)
+
+
+def test_layers_of_orders_that_have_them_in_the_same_places_can_be_taken():
+    async def test() -> None:
+        remote, local = filled(geometry(HND), seed=1), filled(geometry(NHD), seed=2)
+        part = Part(layers=(1, 2))
+        async with connected(remote) as pair:
+            result = await pair.pull(local, [0], [1], remote_part=replace(part, axis_order=NHD), local_part=part)
+            assert not result.failures
+        half = blocks_of(local).shape[1] // 2
+        assert np.array_equal(blocks_of(local, [1])[:, half:], blocks_of(remote, [0])[:, half:])
+
+    run(test)
+
+
+@pytest.mark.parametrize("order", [NHD, HND, UNIVERSAL])
+@pytest.mark.parametrize("unknown", ["remote", "local"])
+@pytest.mark.parametrize("way", ["pull", "push"])
+def test_blocks_of_a_side_that_does_not_know_its_heads_are_copied_as_they_are(order, unknown, way):
+    async def test() -> None:
+        of = {side: geometry(order) for side in ("remote", "local")}
+        of[unknown] = replace(of[unknown], config=replace(of[unknown].config, num_heads=0))
+        remote, local = filled(of["remote"], seed=1), filled(of["local"], seed=2)
+        target, source = (local, remote) if way == "pull" else (remote, local)
+        expected = blocks_of(target)
+        expected[[1, 4]] = blocks_of(source, [3, 0])
+        async with connected(remote) as pair:
+            lists = ([3, 0], [1, 4]) if way == "pull" else ([1, 4], [3, 0])
+            assert not (await getattr(pair, way)(local, *lists)).failures
+        assert np.array_equal(blocks_of(target), expected)
+
+    run(test)
+
+
 def test_a_source_block_may_be_read_twice():
     async def test() -> None:
         remote, local = filled(geometry(), seed=1), filled(geometry(), seed=2)
@@ -272,7 +329,7 @@ def test_more_failures_than_an_answer_names_end_the_stream(monkeypatch):
             monkeypatch.setattr(f"worker_agent.blocks.{module}.MOST_FAILURES", 2)
         async with connected(remote) as pair:
             result = await pair.pull(local, range(8), range(8))
-            assert [index for index, _ in result.failures] == [4, 5, 6, 7]
+            assert [index for index, _ in result.failures] == list(range(8)), "the stream was never complete"
             assert {failure.reason for _, failure in result.failures} == {"STORAGE_FAILED"}
             result = await pair.push(local, range(8), range(8))
             assert [index for index, _ in result.failures] == list(range(8)), "what was refused counts as not written"
@@ -374,6 +431,10 @@ def _cut(answers: list[Any]) -> None:
     del answers[2:]
 
 
+def _never_complete(answers: list[Any]) -> None:
+    del answers[-1]
+
+
 def _swap(answers: list[Any]) -> None:
     answers[1], answers[2] = answers[2], answers[1]
 
@@ -404,19 +465,20 @@ def _drop_one(answers: list[Any]) -> None:
 
 LIES: dict[str, tuple[Callable[[list[Any]], Any], list[int], str]] = {
     "block_bytes": (_other_size, [0, 1, 2], "INCOMPATIBLE_LAYOUT"),
-    "damage": (_damage, [1, 2], "CHECKSUM"),
-    "short": (_cut, [1, 2], "PEER_LOST"),
+    "damage": (_damage, [0, 1, 2], "CHECKSUM"),
+    "short": (_cut, [0, 1, 2], "PEER_LOST"),
+    "no complete": (_never_complete, [0, 1, 2], "PEER_LOST"),
     "swap": (_swap, [0, 1, 2], "BAD_CHUNK"),
     "gap": (_skip, [0, 1, 2], "BAD_CHUNK"),
     "left out": (_skip_well, [0], "BAD_CHUNK"),
-    "sum": (_wrong_sum, [], ""),
-    "no such block": (_no_such_block, [], ""),
+    "sum": (_wrong_sum, [0, 1, 2], "BAD_CHUNK"),
+    "no such block": (_no_such_block, [0, 1, 2], "BAD_REQUEST"),
     "dropped": (_drop_one, [1], "UNSPECIFIED"),
 }
 
 
 @pytest.mark.parametrize("name", LIES)
-def test_lie_of_a_peer_fails_exactly_the_blocks_that_are_not_whole(name):
+def test_lie_of_a_peer_fails_every_block_that_it_did_not_complete(name):
     change, failed, reason = LIES[name]
 
     async def test() -> None:
@@ -614,10 +676,8 @@ def test_cancelled_pull_ends_at_once_and_leaves_the_blocks_alone_from_then_on():
             ticket.cancel()
             result = await ended(ticket)
             failed = [index for index, _ in result.failures]
-            assert 0 < len(failed) < 512
+            assert failed == list(range(512)), "the peer had not said yet that they are good"
             assert {failure.reason for _, failure in result.failures} == {"CANCELLED"}
-            done = np.delete(np.arange(512), failed)
-            assert np.array_equal(blocks_of(local, done), blocks_of(remote, done))
             after = blocks_of(local)
             await asyncio.sleep(0.05)
             assert np.array_equal(blocks_of(local), after), "bytes landed after the move was quiesced"
@@ -774,6 +834,78 @@ def test_busy_warm_up_block_does_not_keep_a_peer_from_being_connected():
             worker, export = metadata(lender.memory.geometry, address)
             link = await GrpcEngine(Dialling(token=TOKEN)).connect(worker, export, loop.time() + LIMIT)
             await link.close()
+
+    run(test)
+
+
+def test_large_block_is_asked_for_and_not_read_by_the_warm_up(monkeypatch):
+    async def test() -> None:
+        monkeypatch.setattr("worker_agent.blocks.engines.grpc_engine.MOST_WARM_UP_BYTES", 64)
+
+        def refuse_memory(geometry: Geometry) -> Memory:
+            raise AssertionError(f"memory for {geometry}")
+
+        monkeypatch.setattr("worker_agent.blocks.engines.grpc_engine.allocate_host", refuse_memory)
+        remote, local = filled(geometry(), seed=1), filled(geometry(), seed=2)
+        async with connected(remote) as pair:
+            assert not (await pair.pull(local, [1], [1])).failures
+        lender = Lender(filled(geometry(), seed=1), incarnation=2)
+        async with block_peer.serving(Servicer(lender)) as address:
+            worker, export = metadata(lender.memory.geometry, address)
+            with pytest.raises(AyniError, match="another incarnation"):
+                await GrpcEngine(Dialling(token=TOKEN)).connect(worker, export, asyncio.get_running_loop().time() + 5)
+
+    run(test)
+
+
+class Silent(Servicer):
+    """Holds the blocks of a write while `asleep`, whatever becomes of the call, and breaks the call itself."""
+
+    def __init__(self, lender: Lender) -> None:
+        super().__init__(lender)
+        self.asleep, self.written = asyncio.Event(), asyncio.Event()
+
+    async def WriteBlocks(self, requests: Any, context: Any) -> Any:  # noqa: N802
+        await context.send_initial_metadata(streams.ACCEPTED)
+        await anext(requests)
+        await anext(requests)
+        self.lender.busy |= {1, 2}
+        self.written.set()
+        if self.asleep.is_set():
+            await asyncio.Event().wait()
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "the connection broke")
+
+
+@pytest.mark.parametrize("end", ["break", "cancel", "deadline"])
+def test_push_without_an_answer_is_quiesced_when_the_peer_lets_its_blocks_be_read(end):
+    async def test() -> None:
+        async with connected(filled(geometry(), seed=1), Silent) as pair:
+            assert isinstance(pair.servicer, Silent)
+            if end != "break":
+                pair.servicer.asleep.set()
+            limit = 0.3 if end == "deadline" else LIMIT
+            ticket = pair.link.push(pair.move(filled(geometry(), seed=2), [1, 2], [1, 2], limit=limit))
+            await pair.servicer.written.wait()
+            if end == "cancel":
+                ticket.cancel()
+            reason = {"break": "PEER_LOST", "cancel": "CANCELLED", "deadline": "DEADLINE"}[end]
+            assert {failure.reason for _, failure in (await ticket.outcome).failures} == {reason}
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(ticket.quiesced), 0.3 if end == "break" else 1.5)
+            pair.lender.busy.clear()
+            await ended(ticket)
+
+    run(test)
+
+
+def test_push_without_an_answer_is_let_go_when_the_link_is_closed():
+    async def test() -> None:
+        async with connected(filled(geometry(), seed=1), Silent) as pair:
+            ticket = pair.link.push(pair.move(filled(geometry(), seed=2), [1, 2], [1, 2]))
+            await ticket.outcome
+            async with asyncio.timeout(2):
+                await pair.link.close()
+            assert ticket.quiesced.done()
 
     run(test)
 

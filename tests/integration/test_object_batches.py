@@ -12,6 +12,7 @@ from ayni.blocks.objects import KeyOutcome
 from ayni.blocks.sequence_hash import SequenceHash
 from ayni.errors import StorageFailed
 from tests.support.object_tiers import (
+    ALREADY,
     DONE,
     FAILED,
     LIMIT_S,
@@ -22,6 +23,7 @@ from tests.support.object_tiers import (
     keys_of,
     make,
     memory_of,
+    object_path,
     reasons,
     run,
     soon,
@@ -238,9 +240,109 @@ def test_store_that_is_gone_is_not_asked_for_every_key(make: Callable[..., Objec
         presences = await tier.has(keys_of(500), soon())
         assert set(states(presences)) == {UNKNOWN}
         assert set(reasons(presences)) == {"STORAGE_FAILED"}
-        assert 4 <= len(asked) <= 8
+        assert 8 <= len(asked) <= 8 + 3, "those that are out when the eighth fails are still answered"
+        assert "the store stopped answering" in str(presences[-1].failure)
+        assert "at last: the store is gone" in str(presences[-1].failure)
 
     run(test())
+
+
+def test_store_that_takes_few_keys_at_a_time_is_not_given_up_for_two_of_them(
+    make: Callable[..., ObjectTier], store: FileStore
+) -> None:
+    left = [7]
+
+    def refuse(real: Callable[..., Any], name: str) -> Any:
+        if left[0]:
+            left[0] -= 1
+            raise StorageFailed("not now", place="here", detail="")
+        return real(name)
+
+    async def test() -> None:
+        presences = await make(Wrapped(store, "has", refuse), max_requests=1).has(keys_of(20), soon())
+        assert states(presences) == [UNKNOWN] * 7 + [NOT_THERE] * 13
+
+    run(test())
+
+
+class TornMemory(HostMemory):
+    """Most blocks can't be read or written."""
+
+    def read(self, blocks: Ids, part: Part, out: Bytes, *rest: Any) -> None:
+        self._check(blocks)
+        super().read(blocks, part, out, *rest)
+
+    def write(self, blocks: Ids, part: Part, data: Bytes, *rest: Any) -> None:
+        self._check(blocks)
+        super().write(blocks, part, data, *rest)
+
+    def _check(self, blocks: Ids) -> None:
+        if blocks[0] < 10:
+            raise StorageFailed("the block is torn", place="a slab", detail="checksum")
+
+
+@pytest.mark.parametrize("call", ["put", "get"])
+def test_blocks_that_can_not_be_touched_do_not_stop_the_others(make: Callable[..., ObjectTier], call: str) -> None:
+    whole, keys, blocks = memory_of(), keys_of(12), as_ids(range(12))
+    torn = TornMemory(whole.geometry, whole.buffers)
+
+    async def test() -> None:
+        tier = make(max_requests=1)
+        if call == "get":
+            await tier.put(whole, blocks, keys, None, soon())
+        outcomes = await (
+            tier.get(keys, torn, blocks, soon()) if call == "get" else tier.put(torn, blocks, keys, None, soon())
+        )
+        assert states(outcomes) == [FAILED] * 10 + [DONE] * 2
+        assert {outcome.failure.message for outcome in outcomes if outcome.failure} == {"the block is torn"}
+
+    run(test())
+
+
+@pytest.mark.parametrize("moment", ["has", "get"])
+@pytest.mark.parametrize("spoilt", [b"", b"AYNIBLK\n short"], ids=["empty", "short"])
+def test_put_does_not_harm_an_object_that_another_process_stores_meanwhile(
+    make: Callable[..., ObjectTier], store: FileStore, moment: str, spoilt: bytes
+) -> None:
+    [key], memory, destination = keys_of(1), memory_of(), memory_of(rank=1)
+    gate, other = Gate(), make()
+
+    def late(real: Callable[..., Any], *arguments: Any) -> Any:
+        answer = real(*arguments)
+        if isinstance(answer, Stored):
+            answer = Stored(data=memoryview(bytes(answer.data)), tag=answer.version)
+        gate.pass_through()
+        return answer
+
+    async def test() -> None:
+        await other.put(memory, as_ids([3]), [key], None, soon())
+        object_path(store, key).write_bytes(spoilt)
+        batch = make(Wrapped(store, moment, late)).put(memory, as_ids([4]), [key], None, soon())
+        await arrival(gate)
+        assert states(await other.put(memory, as_ids([3]), [key], None, soon())) == [DONE]
+        gate.opened.set()
+        assert states(await batch) == [ALREADY]
+        assert states(await other.get([key], destination, as_ids([0]), soon())) == [DONE]
+
+    run(test())
+    assert content(destination, 0) == content(memory, 3)
+
+
+def test_put_never_takes_an_object_away(make: Callable[..., ObjectTier], store: FileStore) -> None:
+    [key], deleted = keys_of(1), []
+
+    def note(real: Callable[..., Any], name: str) -> Any:
+        deleted.append(name)
+        return real(name)
+
+    async def test() -> None:
+        tier = make(Wrapped(store, "delete", note))
+        await tier.put(memory_of(), as_ids([3]), [key], None, soon())
+        object_path(store, key).write_bytes(b"AYNIBLK\n short")
+        assert states(await tier.put(memory_of(), as_ids([3]), [key], None, soon())) == [DONE]
+
+    run(test())
+    assert deleted == []
 
 
 def test_store_that_fails_now_and_then_is_asked_for_every_key(

@@ -166,23 +166,24 @@ def damaged(data: bytes, place: int) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "flaw", "seen_by_has"),
+    ("spoil", "flaw"),
     [
-        (lambda data: data[:-1], "short", True),
-        (lambda data: data[: HEADER_BYTES - 1], "short", True),
-        (lambda data: b"", "short", True),
-        (lambda data: data + b"x", "long", True),
-        (lambda data: b"x" * len(data), "magic", False),
-        (lambda data: damaged(data, 8), "version", False),
-        (lambda data: damaged(data, 12), "rank", False),
-        (lambda data: damaged(data, 24), "fingerprint", False),
-        (lambda data: damaged(data, 60), "key", False),
-        (lambda data: damaged(data, len(data) - 1), "checksum", True),
-        (lambda data: damaged(data, HEADER_BYTES), "checksum", True),
+        (lambda data: data[:-1], "short"),
+        (lambda data: data[: HEADER_BYTES - 1], "short"),
+        (lambda data: b"", "short"),
+        (lambda data: data + b"x", "long"),
+        (lambda data: b"x" * len(data), "magic"),
+        (lambda data: damaged(data, 8), "version"),
+        (lambda data: damaged(data, 12), "rank"),
+        (lambda data: damaged(data, 24), "fingerprint"),
+        (lambda data: damaged(data, 60), "key"),
+        (lambda data: damaged(data, len(data) - 1), "checksum"),
+        (lambda data: damaged(data, HEADER_BYTES), "checksum"),
+        (lambda data: bytes(len(data)), "checksum"),
     ],
 )
 def test_object_that_is_not_whole_counts_as_absent_and_says_why(
-    tier: ObjectTier, store: FileStore, spoil: Callable[[bytes], bytes], flaw: str, seen_by_has: bool
+    tier: ObjectTier, store: FileStore, spoil: Callable[[bytes], bytes], flaw: str
 ) -> None:
     source, destination = memory_of(), memory_of(rank=1)
     before = contents(destination)
@@ -199,8 +200,7 @@ def test_object_that_is_not_whole_counts_as_absent_and_says_why(
         assert failure.reason == "UNKNOWN_OBJECT"
         assert dict(failure.metadata)["detail"] == flaw
         presence = (await tier.has(keys, soon()))[1]
-        assert presence.state is (NOT_THERE if seen_by_has else PRESENT)
-        assert (presence.failure == failure) is seen_by_has
+        assert (presence.state, presence.failure) == (NOT_THERE, failure)
 
     run(test())
     expected = [*before[:5], content(source, 0), before[6], content(source, 2), *before[8:]]
@@ -236,6 +236,95 @@ def test_object_that_was_found_damaged_is_stored_again(tier: ObjectTier, store: 
         assert states(await tier.has([key], soon())) == [PRESENT]
         assert states(await tier.get([key], destination, as_ids([5]), soon())) == [DONE]
         assert content(destination, 5) == content(memory, 3)
+
+    run(test())
+
+
+def test_object_of_zeros_is_stored_again_once_it_was_read(tier: ObjectTier, store: FileStore) -> None:
+    """A loss of power leaves files of the right size without their bytes."""
+    memory, destination, [key] = memory_of(), memory_of(rank=1), keys_of(1)
+
+    async def test() -> None:
+        await tier.put(memory, as_ids([3]), [key], None, soon())
+        object_path(store, key).write_bytes(bytes(HEADER_BYTES + BLOCK_BYTES))
+        assert states(await tier.get([key], destination, as_ids([5]), soon())) == [ABSENT]
+        assert states(await tier.put(memory, as_ids([3]), [key], None, soon())) == [DONE]
+        assert states(await tier.get([key], destination, as_ids([5]), soon())) == [DONE]
+
+    run(test())
+    assert content(destination, 5) == content(memory, 3)
+
+
+@pytest.mark.parametrize("validity", [None, 300.0], ids=["plain", "claims"])
+@pytest.mark.parametrize(
+    ("spoil", "flaw", "advice"),
+    [
+        (lambda data: b"x" * len(data), "magic", "delete it or use another prefix"),
+        (lambda data: b"x" * 5, "magic", "delete it or use another prefix"),
+        (lambda data: data + b"x", "long", "delete it"),
+        (lambda data: damaged(data, 8), "version", "delete it or use another prefix"),
+        (lambda data: damaged(data, 12), "rank", "delete it"),
+        (lambda data: damaged(data, 24), "fingerprint", "delete it"),
+        (lambda data: damaged(data, 60), "key", "delete it"),
+    ],
+)
+def test_put_does_not_replace_what_is_somebody_else_s_and_does_not_call_it_stored(
+    tier: ObjectTier,
+    store: FileStore,
+    spoil: Callable[[bytes], bytes],
+    flaw: str,
+    advice: str,
+    validity: float | None,
+) -> None:
+    memory, [key] = memory_of(), keys_of(1)
+    path = object_path(store, key)
+
+    async def test() -> None:
+        await tier.put(memory, as_ids([3]), [key], None, soon())
+        path.write_bytes(spoil(path.read_bytes()))
+        before = path.read_bytes()
+        await tier.get([key], memory_of(rank=1), as_ids([5]), soon())
+        for _ in range(2):
+            (outcome,) = await tier.put(memory, as_ids([3]), [key], validity, soon())
+            assert (outcome.state, reasons([outcome])) == (FAILED, ["UNKNOWN_OBJECT"])
+            assert outcome.failure
+            assert dict(outcome.failure.metadata)["detail"] == flaw
+            assert advice in outcome.failure.message
+            assert shelf_of().object_name(SequenceHash.from_bytes(key)) in outcome.failure.message
+        assert path.read_bytes() == before
+        assert not path_of(store, shelf_of().meta_name(SequenceHash.from_bytes(key))).exists(), "nothing whole is there"
+        path.unlink()
+        assert states(await tier.put(memory, as_ids([3]), [key], validity, soon())) == [DONE]
+
+    run(test())
+
+
+def test_object_that_another_process_stored_again_is_present_for_a_put(
+    make: Callable[..., ObjectTier], store: FileStore
+) -> None:
+    memory, [key], here, there = memory_of(), keys_of(1), make(), make()
+
+    async def test() -> None:
+        await here.put(memory, as_ids([3]), [key], None, soon())
+        path = object_path(store, key)
+        path.write_bytes(damaged(path.read_bytes(), HEADER_BYTES))
+        for each in (here, there):
+            assert states(await each.get([key], memory_of(rank=1), as_ids([5]), soon())) == [ABSENT]
+        assert states(await there.put(memory, as_ids([4]), [key], None, soon())) == [DONE]
+        assert states(await here.put(memory, as_ids([3]), [key], None, soon())) == [ALREADY]
+        assert states(await here.has([key], soon())) == [PRESENT]
+        destination = memory_of(rank=1)
+        await here.get([key], destination, as_ids([5]), soon())
+        assert content(destination, 5) == content(memory, 4)
+
+    run(test())
+
+
+@pytest.mark.parametrize("validity", [float("inf"), float("nan"), 0.0, -1.0, 1e12])
+def test_claims_that_never_begin_or_end_are_refused(tier: ObjectTier, validity: float) -> None:
+    async def test() -> None:
+        with pytest.raises(BadRequest, match="a claim can't hold for"):
+            tier.put(memory_of(), as_ids([0]), keys_of(1), validity, soon())
 
     run(test())
 

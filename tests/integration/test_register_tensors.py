@@ -173,6 +173,16 @@ def test_tensors_that_are_not_the_layout_are_refused(tensors, message):
         register_tensors(tensors, geometry(LS_FIRST))
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float64], ids=["conjugated", "negated"])
+def test_views_whose_bytes_are_not_their_values_are_refused(dtype):
+    of = geometry(dtype_width_bytes=8)
+    tensor = torch.zeros(of.config.total_bytes // 8, dtype=dtype)
+    register_tensors([tensor], of)
+    view = tensor.conj() if dtype.is_complex else torch._neg_view(tensor)
+    with pytest.raises(BadRequest, match="tensor 0 is a conjugated or negated view"):
+        register_tensors([view], of)
+
+
 def test_tensors_that_share_bytes_are_refused():
     one = torch.zeros(SIZE, dtype=torch.int16)
     first, second = one[: SIZE // 2], one[SIZE // 2 - 3 :][: SIZE // 2]

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ayni.blocks.layouts import LayoutConfig, LayoutKind
+from ayni.blocks.layouts import MAX_LAYERS, LayoutConfig, LayoutKind
 from ayni.errors import PeerLost, StaleEpoch, TooLarge
 from tests.support.shm_owner import (
     GEOMETRIES,
@@ -92,4 +92,15 @@ def test_pool_is_aligned_as_its_configuration_says(kind):
     assert pool.files is not None
     np.testing.assert_array_equal(part_of(pools.map_pool(geometry, pool.files, "").memory, range(3)), data)
     pool.close()
+    pool.close()
+
+
+def test_pool_that_is_smaller_than_its_layout_is_refused_before_its_layers_are_counted(monkeypatch):
+    pool = PoolMemory(GEOMETRIES["nhd"])
+    huge = LayoutConfig(num_blocks=4, num_layers=MAX_LAYERS, outer_dim=1, page_size=1, inner_dim=1 << 10)
+    geometry = Geometry(config=huge, kind=LayoutKind.LAYER_SEPARATE_BLOCK_FIRST)
+    monkeypatch.setattr(pools, "_split", lambda *_: pytest.fail("the layers were told apart"))
+    assert pool.files is not None
+    with pytest.raises(PeerLost, match="its memory has"):
+        pools.map_pool(geometry, pool.files, "ant")
     pool.close()

@@ -168,6 +168,11 @@ def test_other_shape_other_owner_and_other_files_are_refused_and_unchanged(tmp_p
     with pytest.raises(StorageFailed, match="rank is 0, not 1"):
         open_slab(tmp_path / "a.slab", rank=1)
     assert (tmp_path / "a.slab").read_bytes() == content
+    for foreign in (b"\0" * 4096 + b"precious" * 1000, b"\0" * 4096 + content[4096:]):
+        (tmp_path / "c.slab").write_bytes(foreign)
+        with pytest.raises(StorageFailed, match="it holds bytes, but not the header of a slab file"):
+            open_slab(tmp_path / "c.slab")
+        assert (tmp_path / "c.slab").read_bytes() == foreign
     (tmp_path / "b.slab").write_bytes(b"somebody else's")
     with pytest.raises(StorageFailed, match="it is not a slab file"):
         open_slab(tmp_path / "b.slab")
@@ -319,6 +324,8 @@ def test_what_a_kill_tore_is_known_and_all_else_is_recovered(tmp_path):
     np.testing.assert_array_equal(read(slab, [0]), unique_rows(3, CONFIG.block_bytes, 20)[:1])
     with pytest.raises(Checksum, match=r"block 1 .* its bytes are not those"):
         read(slab, [1])
+    with pytest.raises(Checksum, match=r"block 1 .* its bytes are not those"):
+        read(slab, [1], Part(layers=(1, 2)))
     for block in (2, 3):
         with pytest.raises(Checksum, match=f"block {block} .* it was torn"):
             read(slab, [block])

@@ -98,6 +98,75 @@ def test_a_run_whose_state_can_not_be_stored_goes_on_and_says_why(tmp_path: Path
     assert "Traceback" not in log
 
 
+def test_a_run_that_stores_goes_on_where_the_state_was_one_to_be_stored(whole_run: tuple[Path, str, str]):
+    folder, _, final = whole_run
+    resumed = {
+        **RUN,
+        "run_id": "storing",
+        "min_workers": 1,
+        "state": {**RUN["state"], "resume_step": 3, "resume_run_id": "toy"},
+    }
+    log, again = run(folder, resumed, ["cat"])
+    assert again == final
+    assert "stored the state behind step 6" in log
+    assert "stored the state behind step 3" not in log
+
+
+def test_the_last_due_state_is_stored_although_the_run_ends_between_two(tmp_path: Path):
+    between = {**RUN, "run_id": "between", "num_steps": 4, "min_workers": 1}
+    log, _ = run(tmp_path, between, ["ant"])
+    assert "stored the state behind step 3" in log
+
+
+def test_a_state_of_another_run_of_the_same_name_is_not_taken_for_this_one(whole_run: tuple[Path, str, str]):
+    folder, _, _ = whole_run
+    (folder / "twin").mkdir()
+    (folder / "twin" / "blocks").symlink_to(folder / "blocks")
+    log, _ = run(folder / "twin", {**RUN, "seed": 5}, ["ant", "bee"])
+    assert "the state behind step 3 was not stored: block 1 is there already" in log
+    assert "stored the state behind step" not in log
+
+
+def test_workers_whose_stores_are_not_one_store_nothing(tmp_path: Path):
+    apart = {**RUN, "run_id": "apart", "num_steps": 3, "state": {**RUN["state"], "block_bytes": 4096}}
+    with (
+        coordinator(tmp_path, apart) as server,
+        agent(server.address, "ant", tmp_path, "--blocks-root", str(tmp_path / "one")) as ant,
+        agent(server.address, "bee", tmp_path, "--blocks-root", str(tmp_path / "other")) as bee,
+    ):
+        assert (ant.end(), bee.end()) == (0, 0)
+        server.wait_for_log("all workers must share the folder")
+        assert "stored the state behind step" not in server.read_log()
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"seed": 9}, "was written with seed 0, but this run has seed 9"),
+        ({"optimizer": {"name": "sgd", "learning_rate": 0.05, "update": "host"}}, "was written with optimizer adamw"),
+        ({"optimizer": {"learning_rate": 0.05, "update": "device"}}, "set optimizer.update to host"),
+    ],
+)
+def test_a_state_of_another_kind_of_run_is_refused(
+    whole_run: tuple[Path, str, str], change: dict[str, Any], sentence: str
+):
+    folder, _, _ = whole_run
+    name = f"other{len(sentence)}"
+    resumed = {
+        **RUN,
+        "run_id": name,
+        "min_workers": 1,
+        "state": {"resume_step": 3, "resume_run_id": "toy", "block_bytes": 4096},
+        **change,
+    }
+    with (
+        coordinator(folder / name, resumed) as server,
+        agent(server.address, "cat", folder / name, "--blocks-root", str(folder / "blocks")) as cat,
+    ):
+        assert cat.end() == 1
+        assert sentence in cat.read_log()
+
+
 def test_a_damaged_state_is_refused(whole_run: tuple[Path, str, str]):
     folder, _, _ = whole_run
     objects = [

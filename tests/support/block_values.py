@@ -47,15 +47,18 @@ POWERS = st.integers(0, 12).map(lambda exponent: 2**exponent)
 
 @st.composite
 def configs(draw: st.DrawFn) -> layouts.LayoutConfig:
-    heads = draw(st.integers(0, 64))
+    heads, width = draw(st.integers(0, 64)), draw(st.sampled_from([1, 2, 4, 8]))
+    num_layers, outer_dim, page_size = draw(st.integers(1, 2**12)), draw(st.sampled_from([1, 2])), draw(POWERS)
+    least = num_layers * outer_dim * page_size * max(heads, 1) * width
+    head_dim = draw(st.integers(1, layouts.MAX_BLOCK_BYTES // least))
     return layouts.LayoutConfig(
-        num_blocks=draw(st.integers(1, 2**40)),
-        num_layers=draw(st.integers(1, 2**16)),
-        outer_dim=draw(st.sampled_from([1, 2])),
-        page_size=draw(POWERS),
-        inner_dim=draw(st.integers(1, 2**20)) * max(heads, 1),
+        num_blocks=draw(st.integers(1, layouts.MAX_TOTAL_BYTES // (least * head_dim))),
+        num_layers=num_layers,
+        outer_dim=outer_dim,
+        page_size=page_size,
+        inner_dim=head_dim * max(heads, 1),
         num_heads=heads,
-        dtype_width_bytes=draw(st.sampled_from([1, 2, 4, 8])),
+        dtype_width_bytes=width,
         alignment_bytes=draw(POWERS),
     )
 

@@ -7,7 +7,7 @@ import pytest
 from ayni.blocks.ids import as_ids
 from ayni.blocks.metadata import ParallelismMode
 from ayni.blocks.objects import KeyOutcome, KeyReport, OutcomeState, Presence, PresenceReport, PresenceState
-from ayni.blocks.transfers import BlockFailure, Failure, TransferOutcome, TransferResult, describe
+from ayni.blocks.transfers import AllFailed, BlockFailure, Failure, TransferOutcome, TransferResult, describe
 from ayni.errors import Deadline, Fault, PeerLost, StorageFailed, UnknownLayout
 from coordinator_service.aggregation import (
     Asked,
@@ -51,6 +51,14 @@ def test_outcome_of_a_share_names_the_places_of_the_whole_request():
     asked = Asked(rank=1, destination_blocks=as_ids([7, 8, 9]), places=as_ids([1, 4, 7]))
     assert [f.index for f in outcome_of(asked, told(1, 0, 2)).failures] == [1, 7]
     assert [f.index for f in undone(asked, FULL).failures] == [1, 4, 7]
+
+
+def test_outcome_of_a_share_of_which_nothing_is_done_costs_one_failure():
+    asked = Asked(rank=1, destination_blocks=as_ids(range(1 << 20)), places=as_ids(range(1, 1 << 21, 2)))
+    outcome = undone(asked, FULL)
+    assert isinstance(outcome.failures, AllFailed)
+    last = outcome.failures[-1]
+    assert (last.index, last.block, outcome.failures[0].index) == ((1 << 21) - 1, (1 << 20) - 1, 1)
 
 
 @pytest.mark.parametrize(

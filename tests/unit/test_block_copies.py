@@ -3,6 +3,8 @@
 Everything that is not copied to is checked as well: all memory is random before.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -207,3 +209,21 @@ def test_a_layout_can_be_read_as_if_it_had_another_order():
     unknown.read(ids(2), part, outs[0])
     known.read(ids(2), part, outs[1])
     np.testing.assert_array_equal(outs[0], outs[1])
+
+
+@pytest.mark.parametrize(("kind", "order"), KNOWN)
+@pytest.mark.parametrize("unknown", [0, 1])
+def test_whole_blocks_are_copied_as_they_are_where_one_side_does_not_know_its_heads(kind, order, unknown, way):
+    heads: list[dict[str, int]] = [{}, {}]
+    heads[unknown] = {"num_heads": 0}
+    source = noisy(geometry(kind, order, **heads[0]))
+    destination = noisy(geometry(FC, order, **heads[1]), 1)
+    one, other = (
+        replace(side, config=replace(side.config, num_heads=0)) for side in (source.geometry, destination.geometry)
+    )
+    twins = HostMemory(one, source.buffers), HostMemory(other, destination.buffers)
+    expected = copied_by_loop(*twins, [(5, 1), (0, 4)], (WHOLE, WHOLE))
+    found = between(source.geometry, WHOLE, destination.geometry, WHOLE)
+    copy_blocks(found, source.buffers, destination.buffers, ids(5, 0), ids(1, 4))
+    for buffer, content in zip(destination.buffers, expected, strict=True):
+        np.testing.assert_array_equal(buffer, content)

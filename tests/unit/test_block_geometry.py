@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ayni.blocks.layouts import Axis, AxisOrder, LayoutConfig, LayoutHandle, LayoutKind, needs_transform
+from ayni.blocks.layouts import (
+    MAX_ALIGNMENT_BYTES,
+    MAX_LAYERS,
+    Axis,
+    AxisOrder,
+    LayoutConfig,
+    LayoutHandle,
+    LayoutKind,
+    needs_transform,
+)
 from ayni.blocks.transfers import AxisSlice
 from ayni.errors import BadRequest, IncompatibleLayout, UnknownBlock
 from tests.support.block_layouts import (
@@ -232,3 +241,27 @@ def _inside(shape):
     for first in range(shape[0]):
         for rest in _inside(shape[1:]):
             yield (first, *rest)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"num_layers": MAX_LAYERS + 1}, "num_layers"),
+        ({"num_layers": (1 << 32) - 1}, "num_layers"),
+        ({"alignment_bytes": 2 * MAX_ALIGNMENT_BYTES}, "alignment_bytes"),
+        ({"inner_dim": 1 << 33}, "block_bytes"),
+        ({"page_size": 1 << 31}, "block_bytes"),
+        ({"num_blocks": 1 << 62}, "total_bytes"),
+    ],
+)
+def test_sizes_that_no_machine_has_are_refused_by_name(changes, field):
+    shape = {"num_blocks": 4, "num_layers": 2, "outer_dim": 2, "page_size": 16, "inner_dim": 64, **changes}
+    with pytest.raises(BadRequest, match=f"{field} must be at most [0-9]+"):
+        LayoutConfig(**shape)
+
+
+def test_largest_sizes_are_taken():
+    LayoutConfig(
+        num_blocks=1, num_layers=MAX_LAYERS, outer_dim=1, page_size=1, inner_dim=1, alignment_bytes=MAX_ALIGNMENT_BYTES
+    )
+    assert LayoutConfig(num_blocks=1, num_layers=1, outer_dim=2, page_size=1 << 20, inner_dim=1 << 12)

@@ -1,6 +1,7 @@
 """Values of the block half become messages, bytes and the same values again; what is wrong is refused by its path."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,8 +16,8 @@ from ayni.blocks.calls import LocalTransfer
 from ayni.blocks.ids import MAX_BLOCK_IDS, as_ids
 from ayni.blocks.layouts import LayoutHandle, LocalLayout, Tier
 from ayni.blocks.objects import KeyOutcome, KeyReport, OutcomeState
-from ayni.blocks.transfers import BlockFailure, Failure, TransferOptions, TransferOutcome
-from ayni.errors import BadRequest, Deadline, TooLarge
+from ayni.blocks.transfers import BlockFailure, Failure, TransferOptions, TransferOutcome, refused
+from ayni.errors import BadRequest, Deadline, PeerLost, TooLarge
 from ayni.v1 import worker_pb2 as pb
 from tests.support import block_values as values
 
@@ -87,7 +88,10 @@ def test_a_value_is_the_same_after_the_wire(name: str) -> None:
 @given(values.outcomes())
 def test_an_outcome_is_the_same_after_the_wire(told: tuple[TransferOutcome, int]) -> None:
     outcome, num_blocks = told
-    assert outcome_messages.outcome_of(again(outcome_messages.outcome_message(outcome)), num_blocks) == outcome
+    assert (
+        outcome_messages.outcome_of(again(outcome_messages.outcome_message(outcome)), as_ids(range(num_blocks)))
+        == outcome
+    )
 
 
 @given(values.KEY_REPORTS, values.PRESENCE_REPORTS)
@@ -237,7 +241,7 @@ def outcome(num_done: int, *indices: int, message: str = "gone") -> pb.TransferO
 @pytest.mark.parametrize("message", [outcome(3), outcome(1, 0), outcome(2, 1, 1), outcome(2, 3, 1), outcome(3, 4)])
 def test_an_outcome_that_leaves_a_block_open_is_refused(message: pb.TransferOutcome) -> None:
     with pytest.raises(BadRequest):
-        outcome_messages.outcome_of(message, 4)
+        outcome_messages.outcome_of(message, as_ids(range(4)))
 
 
 @pytest.mark.parametrize("count", [0, 2])
@@ -250,11 +254,32 @@ def test_there_is_one_answer_for_each_key(count: int) -> None:
 def test_an_outcome_with_many_sentences_still_fits_into_an_answer() -> None:
     count = 700
     message = outcome(0, *range(count), message="x" * 5000)
-    told = outcome_messages.outcome_of(again(message), count)
+    told = outcome_messages.outcome_of(again(message), as_ids(range(count)))
     assert [failure.index for failure in told.failures] == list(range(count))
     assert {failure.failure.reason for failure in told.failures} == {"PEER_LOST"}
     assert [len(failure.failure.message) for failure in told.failures[:3]] == [5000, 0, 0]
     assert message.ByteSize() < 1 << 20
+
+
+def test_all_blocks_that_failed_for_one_reason_take_one_entry() -> None:
+    blocks = as_ids(range(7, 7 + MAX_BLOCK_IDS))
+    failed = replace(refused(3, blocks, PeerLost("gone", peer="x", detail="x")), refusal=None)
+    message = again(outcome_messages.outcome_message(failed))
+    assert len(message.failures) == 1
+    told = outcome_messages.outcome_of(message, blocks)
+    assert (told, len(told.failures)) == (failed, MAX_BLOCK_IDS)
+    assert told.failures[-1] == BlockFailure(
+        index=MAX_BLOCK_IDS - 1, block=MAX_BLOCK_IDS + 6, failure=told.failures[0].failure
+    )
+
+
+def test_more_failures_than_an_answer_names_leave_no_block_done() -> None:
+    most = outcome_messages.MOST_NAMED
+    assert len(outcome(2, *range(2, most + 2)).failures) == most
+    message = outcome(2, *range(2, most + 3))
+    told = outcome_messages.outcome_of(message, as_ids(range(9, most + 12)))
+    assert (len(message.failures), told.num_done, told.transferred_bytes) == (1, 0, 0)
+    assert (told.failures[0].block, told.failures[most + 2].block) == (9, most + 11)
 
 
 def test_a_reason_of_another_release_is_kept_as_unknown() -> None:

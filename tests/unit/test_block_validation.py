@@ -168,3 +168,16 @@ def test_many_ids_are_checked_quickly():
     started = time.process_time()
     check_ids(*sides)
     assert time.process_time() - started < 0.2
+
+
+def test_nothing_inside_a_region_is_taken_where_one_side_does_not_know_its_heads():
+    cut = Part(slice=AxisSlice(axis=Axis.HEAD_COUNT, start=0, stop=5))
+    page = Part(slice=AxisSlice(axis=Axis.PAGE, start=0, stop=2))
+    for order in (NHD, HND, UNIVERSAL):
+        check_parts(side(order=order, num_heads=0), side(order=order))
+        check_parts(side(order=order), side(order=order, num_heads=0))
+        with pytest.raises(IncompatibleLayout, match="num_heads is 5 in the source and 0 in the destination"):
+            check_parts(side(order=order, part=cut), side(order=order, num_heads=0))
+    with pytest.raises(IncompatibleLayout, match="num_heads is 0 in the source and 5 in the destination"):
+        check_parts(side(order=HND, num_heads=0, page_size=2), side(order=HND, part=page))
+    check_parts(side(num_heads=0, part=page), side(part=page))

@@ -45,6 +45,7 @@ def test_what_a_later_version_adds_is_passed_over():
         b"null",
         b"{}",
         b"x" * 5000,
+        b"[" * 4000,
         changed(owner=7),
         changed(instance_id=None),
         changed(deadline="tomorrow"),
@@ -91,6 +92,13 @@ def test_claim_is_respected_no_longer_than_the_asker_wants():
 def test_claim_from_a_clock_far_ahead_blocks_nobody():
     ahead = replace(HELD, acquired_at=NOW + 10**6, deadline=NOW + 2 * 10**6)
     assert successor(ahead, MINE, NOW, VALIDITY) is not None
+
+
+@pytest.mark.parametrize("skew", [-VALIDITY - 1, -VALIDITY, -1, 0, 1, VALIDITY - 1, VALIDITY])
+def test_whose_clock_is_off_takes_a_fresh_claim_only_by_the_validity_or_more(skew):
+    fresh = replace(HELD, acquired_at=NOW, deadline=NOW + VALIDITY)
+    is_taken = successor(fresh, MINE, NOW + skew, VALIDITY) is not None
+    assert is_taken == (skew >= VALIDITY or skew < -VALIDITY)
 
 
 def test_same_group_but_another_process_is_another_owner():

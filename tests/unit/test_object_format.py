@@ -14,6 +14,7 @@ from worker_agent.blocks.objects.object_format import (
     failure_of,
     flaw_of,
     flaw_of_size,
+    refusal_of,
     write_header,
 )
 
@@ -76,7 +77,10 @@ def test_longer_object_is_long():
         (b"", Flaw.SHORT),
         (b"\x93NUMPY" + bytes(200), Flaw.MAGIC),
         (b"{}", Flaw.MAGIC),
-        (bytes(HEADER_BYTES + N), Flaw.MAGIC),
+        (bytes(HEADER_BYTES + N), Flaw.CHECKSUM),
+        (bytes(HEADER_BYTES + N - 1), Flaw.SHORT),
+        (bytes(5), Flaw.SHORT),
+        (bytes(HEADER_BYTES + N + 1), Flaw.LONG),
         (b"AYNI", Flaw.SHORT),
         (bytes(packed()[:8]) + b"\x02" + bytes(packed()[9:]), Flaw.VERSION),
         (bytes(packed()[:10]) + b"\x02" + bytes(packed()[11:]), Flaw.VERSION),
@@ -103,3 +107,16 @@ def test_failure_says_which_object_what_and_what_to_do(flaw):
     assert failure.message.startswith("the object a/3/key counts as absent: ")
     assert dict(failure.metadata) == {"key": str(KEY), "detail": flaw.value}
     assert any(advice in failure.message for advice in ("store it again", "delete it", "another prefix"))
+
+
+@pytest.mark.parametrize("flaw", [flaw for flaw in Flaw if not flaw.is_ours])
+def test_refusal_to_replace_says_which_object_and_what_to_do(flaw):
+    failure = refusal_of(flaw, "a/3/key", IDENTITY)
+    assert failure.reason == "UNKNOWN_OBJECT"
+    assert failure.message.startswith("the object a/3/key is in the way and was left as it is: ")
+    assert "delete it" in failure.message
+    assert dict(failure.metadata) == {"key": str(KEY), "detail": flaw.value}
+
+
+def test_only_what_is_cut_or_damaged_is_ours_to_replace():
+    assert {flaw for flaw in Flaw if flaw.is_ours} == {Flaw.SHORT, Flaw.CHECKSUM}

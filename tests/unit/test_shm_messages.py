@@ -1,5 +1,7 @@
 """What workers of one host say about shared memory is read as it was written, or refused."""
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -59,3 +61,11 @@ def test_what_can_not_be_read_is_refused_by_every_reader(data):
 )
 def test_only_names_of_sockets_are_names_of_sockets(name, is_one):
     assert messages.is_socket_name(name) is is_one
+
+
+@pytest.mark.parametrize("folder", ["/tmp/\0x", "/tmp/\ud800", "tmp", "", 5, None])
+def test_folder_that_can_be_none_is_refused(folder):
+    export = messages.ShmExport(host=HOST, folder="/run/ayni", incarnation=1, layouts=())
+    data = json.dumps(json.loads(messages.encode_export(export)) | {"folder": folder}).encode()
+    with pytest.raises(BadRequest, match="can't be read"):
+        messages.decode_export(data)

@@ -1,6 +1,8 @@
 """What a slab file says about itself is read back as it was written, or refused with the reason."""
 
 import re
+import struct
+import zlib
 from dataclasses import replace
 
 import numpy as np
@@ -13,16 +15,19 @@ from ayni.blocks.transfers import AxisSlice
 from ayni.errors import IncompatibleLayout, StorageFailed
 from worker_agent.blocks.geometry import Geometry
 from worker_agent.blocks.memory import WHOLE, Part
-from worker_agent.blocks.slab_extents import MAX_CALL_BYTES, Track, extents, pieces, tracks
+from worker_agent.blocks.slab_extents import MAX_CALL_BYTES, Track, cover, extents, pieces, tracks
 from worker_agent.blocks.slab_header import (
     PAGE_BYTES,
+    SLOT,
     SlabHeader,
     check_same,
+    checks_of,
     checksum_of,
     checksums_of,
     decode,
     encode,
     places,
+    unsound,
 )
 
 CONFIG = LayoutConfig(num_blocks=300, num_layers=3, outer_dim=2, page_size=4, inner_dim=16, num_heads=4)
@@ -64,6 +69,48 @@ def test_damaged_header_is_refused(place, bit):
     page[place] ^= 1 << bit
     with pytest.raises(StorageFailed, match="its header is damaged"):
         decode(bytes(page), "a.slab")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"x": 1}',
+        b"[]",
+        b"7",
+        b"not json",
+        b"\xff",
+        b"[" * 4000,
+        encode(HEADER)[20:].rstrip(b"\0").replace(b"300", b"null"),
+    ],
+    ids=["names", "list", "number", "text", "bytes", "deep", "types"],
+)
+def test_sound_header_with_other_fields_is_refused(text):
+    page = struct.pack("<8sIII", b"AYNISLAB", 2, zlib.crc32(text), len(text)) + text
+    with pytest.raises(StorageFailed, match=r"a\.slab .* does not have the fields of version 2"):
+        decode(page.ljust(PAGE_BYTES, b"\0"), "a.slab")
+
+
+@given(state=st.integers(1, 4), checksum=st.integers(0, 2**64 - 1), block=st.integers(0, 63), bit=st.integers(0, 127))
+def test_slot_is_sound_as_it_was_written_and_only_in_its_place(state, checksum, block, bit):
+    slots = np.zeros(64, SLOT)
+    slots["state"][block], slots["checksum"][block] = state, checksum
+    slots["check"][block] = checks_of(np.arange(64), slots)[block]
+    assert not unsound(slots).any()
+    moved = np.roll(slots, 1)
+    assert np.flatnonzero(unsound(moved)).tolist() == [(block + 1) % 64]
+    slots.view(np.uint8)[16 * block + bit // 8] ^= 1 << bit % 8
+    assert np.flatnonzero(unsound(slots)).tolist() == [block]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_cover_a_block_when_every_byte_is_in_one(kind):
+    geometry = Geometry(config=CONFIG, kind=kind, axis_order=AxisOrder.NHD)
+    layers = [Part(layers=(i, i + 1)) for i in range(3)]
+    heads = [Part(slice=AxisSlice(axis=Axis.HEAD_COUNT, start=i, stop=i + 2)) for i in range(3)]
+    for parts in ([WHOLE], layers, heads[::2], heads, [layers[0], *heads[::2]], [Part(layers=(0, 2)), *layers[1:]]):
+        assert cover(geometry, frozenset(parts))
+    for parts in (layers[:2], heads[:2], heads[1:], [*layers[:2], *heads[:2]], [*PARTS[1:3], layers[1]]):
+        assert not cover(geometry, frozenset(parts))
 
 
 def test_slab_of_another_shape_is_refused_with_both_values():

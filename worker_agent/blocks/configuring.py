@@ -13,9 +13,12 @@ from ayni.blocks.layouts import LocalLayout, Tier, fingerprint
 from ayni.blocks.metadata import GroupConfig, LayoutRequest, ParallelismMode
 from ayni.errors import BadRequest, IncompatibleLayout, StaleEpoch
 from worker_agent.blocks.engine import Engine
+from worker_agent.blocks.folders import folder_under
 from worker_agent.blocks.geometry import Geometry
 from worker_agent.blocks.holds import Holds
+from worker_agent.blocks.making import made
 from worker_agent.blocks.memory import Memory
+from worker_agent.blocks.object_half import ObjectHalf
 from worker_agent.blocks.registry import Entry, Registry, owner_id_of
 from worker_agent.blocks.slab import Fsync, SlabMemory
 from worker_agent.blocks.tiers import DiskPlace, make_memory
@@ -67,7 +70,7 @@ class Configuring:
             rank=self.group.rank,
             fingerprint=fingerprint(geometry.config, geometry.axis_order, self._model),
         )
-        memory = await asyncio.to_thread(make_memory, place, geometry, disk)
+        memory = await made(make_memory, place, geometry, disk)
         try:
             entry = self.register(place, memory)
         except BaseException:
@@ -89,18 +92,24 @@ class Configuring:
             self._owned.discard(place)
             await asyncio.to_thread(entry.memory.close)
 
-    async def configure(self, config: GroupConfig) -> bool:
+    async def configure(self, config: GroupConfig, objects: ObjectHalf) -> bool:
         """Takes a group's configuration; says whether all disk layouts held blocks already.
 
+        After a failure the worker is in its old group and has none of the layouts that a leader asked for; the object
+        store is the old one.
+
         Raises:
-            StaleEpoch: a newer one of the same group is in force.
+            StaleEpoch: a newer one is in force, of this group or of another.
             IncompatibleLayout: the same epoch was configured otherwise.
             UnknownLayout: a resource has no device layout whose shape could be taken.
+            TooLarge, StorageFailed: there is not enough memory or disk, or the object store can't be reached.
         """
         async with self._lock:
             self._check(config)
             if config != self._applied:
-                await self._apply(config)
+                async with objects.opened(config.object_store) as store:
+                    await self._apply(config)
+                    objects.adopt(store, config)
             slabs = [entry.memory for entry in self.registry.entries() if isinstance(entry.memory, SlabMemory)]
             return bool(slabs) and all(slab.recovered for slab in slabs)
 
@@ -115,7 +124,10 @@ class Configuring:
         known = self._applied
         if not 0 <= config.rank < config.world_size:
             raise BadRequest(f"rank {config.rank} is not one of {config.world_size}", field="rank")
-        if known is None or known.instance_id != config.instance_id:
+        if known is None:
+            return
+        if known.instance_id != config.instance_id:
+            self._check_takeover(known, config)
             return
         if config.epoch < known.epoch:
             raise StaleEpoch(
@@ -131,19 +143,34 @@ class Configuring:
                 destination=config,
             )
 
+    def _check_takeover(self, known: GroupConfig, config: GroupConfig) -> None:
+        """Refuses another group in an epoch that would not shut the present group's leader out."""
+        if 0 < config.epoch <= known.epoch:
+            raise StaleEpoch(
+                f"this worker is in epoch {known.epoch} of group {known.instance_id}; "
+                f"group {config.instance_id} can take it over in an epoch above {known.epoch}",
+                epoch=config.epoch,
+                current_epoch=known.epoch,
+            )
+
     async def _apply(self, config: GroupConfig) -> None:
         geometries = {request: self._geometry(request) for request in config.layouts}
+        folder = config.disk_folder or config.instance_id
+        folder_under(self._config.root, folder)
         for place in list(self._asked):
             await self.release(place, _REPLACE_S)
-        self._unlend()
-        self.group = Place(instance_id=config.instance_id, epoch=config.epoch, rank=config.rank, mode=config.mode)
-        self.registry.rename(owner_id_of(config.instance_id, config.rank))
-        for entry in self.registry.entries():
-            self._lend(entry)
-        for request, geometry in geometries.items():
-            place = LocalLayout(tier=request.tier, resource_id=request.resource_id)
-            await self.allocate(place, geometry, config.disk_folder or config.instance_id)
-            self._asked.add(place)
+        self._applied, before = None, self.group
+        self._take_place(Place(instance_id=config.instance_id, epoch=config.epoch, rank=config.rank, mode=config.mode))
+        try:
+            for request, geometry in geometries.items():
+                place = LocalLayout(tier=request.tier, resource_id=request.resource_id)
+                await self.allocate(place, geometry, folder)
+                self._asked.add(place)
+        except BaseException:
+            for place in list(self._asked):
+                await self.release(place, _REPLACE_S)
+            self._take_place(before)
+            raise
         self._applied = config
         _log.info(
             "rank %d of %d of group %s, epoch %d: %s",
@@ -153,6 +180,14 @@ class Configuring:
             config.epoch,
             ", ".join(str(entry.place) for entry in self.registry.entries()) or "no layouts",
         )
+
+    def _take_place(self, place: Place) -> None:
+        """Gives the worker its place in a group, and all layouts the handles that go with it."""
+        self._unlend()
+        self.group = place
+        self.registry.rename(owner_id_of(place.instance_id, place.rank))
+        for entry in self.registry.entries():
+            self._lend(entry)
 
     def _geometry(self, request: LayoutRequest) -> Geometry:
         """Returns the shape of a lower tier: that of the resource's device layout, with as many blocks as asked."""

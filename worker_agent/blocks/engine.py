@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from ayni.blocks.ids import Ids
+from ayni.blocks.ids import MAX_BLOCK_IDS, Ids
 from ayni.blocks.layouts import LayoutDescriptor, LayoutHandle, StorageKind
 from ayni.blocks.metadata import EngineExport, WorkerMetadata
 from ayni.blocks.transfers import Failure
@@ -32,7 +32,7 @@ class Capabilities:
     cancel: str
     """ "none": bytes may land until the peer is forgotten; "drain": what is in hand ends first; "immediate"."""
     encrypted: bool
-    largest_batch: int = 1 << 24
+    largest_batch: int = MAX_BLOCK_IDS
     """Blocks of one move."""
 
 

@@ -20,7 +20,10 @@ def folder_under(root: Path, relative: str, field: str = "disk_folder") -> Path:
     if name.is_absolute() or ".." in name.parts or "\0" in relative:
         raise _outside(relative, field, "it must be a relative path without '..'")
     inside = root.resolve()
-    folder = (inside / name).resolve()
+    try:
+        folder = (inside / name).resolve()
+    except (RuntimeError, OSError) as error:
+        raise _outside(relative, field, f"it can't be followed: {error}") from None
     if not folder.is_relative_to(inside):
         raise _outside(relative, field, f"a link on the way leads to {folder}")
     return folder

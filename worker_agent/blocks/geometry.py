@@ -12,7 +12,7 @@ Legend: B blocks, L layers, O outer parts, T tokens of a page, H heads, S bytes 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ayni.blocks.layouts import Axis, AxisOrder, LayoutConfig, LayoutKind
 from ayni.blocks.transfers import AxisSlice
@@ -99,10 +99,17 @@ class Geometry:
     @property
     def allocation_bytes(self) -> tuple[int, ...]:
         """Bytes of each allocation: one, or one for each layer."""
-        if self.is_fully_contiguous:
-            return (self.config.total_bytes,)
-        layer_bytes = self.config.num_blocks * self.config.outer_dim * self.config.region_bytes
-        return (layer_bytes,) * self.config.num_layers
+        return (self.bytes_of_each,) * self.num_allocations
+
+    @property
+    def num_allocations(self) -> int:
+        """How many allocations there are."""
+        return 1 if self.is_fully_contiguous else self.config.num_layers
+
+    @property
+    def bytes_of_each(self) -> int:
+        """Bytes of one allocation; all have the same."""
+        return self.config.total_bytes // self.num_allocations
 
     @property
     def block_stride(self) -> int:
@@ -241,6 +248,17 @@ class Geometry:
                 "num_heads",
                 self,
             )
+
+
+def with_heads_alike(one: Geometry, other: Geometry) -> tuple[Geometry, Geometry]:
+    """Returns two layouts such that both know their heads, or neither does: only then do the same indices meet."""
+    if bool(one.config.num_heads) == bool(other.config.num_heads):
+        return one, other
+    return _without_heads(one), _without_heads(other)
+
+
+def _without_heads(geometry: Geometry) -> Geometry:
+    return replace(geometry, config=replace(geometry.config, num_heads=0))
 
 
 def _check_index(name: str, index: int, count: int) -> None:

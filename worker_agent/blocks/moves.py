@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ayni.blocks.ids import Ids
-from ayni.blocks.layouts import LayoutDescriptor, LocalLayout
+from ayni.blocks.layouts import LayoutDescriptor, LocalLayout, StorageKind
 from ayni.blocks.transfers import Failure, PullPlan, PullShard, RemoteBlocks, TransferOptions
 from ayni.errors import AyniError, BadRequest, Unsupported
 from worker_agent.blocks.engine import Link, Move, MoveResult, Ticket
@@ -187,7 +187,10 @@ class Moves:
     def _bounce(self, options: TransferOptions) -> Held | None:
         if options.bounce is None:
             return None
-        return self._registry.named(options.bounce.layout), options.bounce.blocks
+        entry = self._registry.named(options.bounce.layout)
+        is_host = entry.memory.storage in (StorageKind.SYSTEM, StorageKind.PINNED)
+        refuse(options, "bounce", not is_host, f"with the {entry.place}: bounce blocks must be in host memory")
+        return entry, options.bounce.blocks
 
 
 def _start_all(pulls: Sequence[_Pull], links: Sequence[Link], moves: Sequence[Move]) -> list[Ticket]:

@@ -5,12 +5,15 @@ and get the same keys.
 """
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
-from ayni.blocks.metadata import ParallelismMode
+from ayni.blocks.metadata import GroupConfig, ParallelismMode
 from ayni.blocks.objects import KeyOutcome, ObjectStoreConfig, OutcomeState, Presence, PresenceState
 from ayni.blocks.transfers import Failure
 from ayni.errors import Unsupported
+from worker_agent.blocks.making import made
 from worker_agent.blocks.objects.keys import Shelf
 from worker_agent.blocks.objects.opening import open_store
 from worker_agent.blocks.objects.store import ObjectStore
@@ -38,20 +41,34 @@ class ObjectHalf:
         """Whether there is a store."""
         return self._store is not None
 
-    async def open(self, config: ObjectStoreConfig | None, instance_id: str, rank: int, mode: ParallelismMode) -> None:
-        """Opens the store of a configuration, unless it is open already.
+    @asynccontextmanager
+    async def opened(self, config: ObjectStoreConfig | None) -> AsyncIterator[ObjectStore | None]:
+        """Opens the store of a configuration, unless it is the present one; closes it again if the context fails.
 
         Raises:
             StorageFailed: it can't be reached.
             Unsupported: it can't do what claims to keys need, or its kind is not known or not installed.
         """
-        if config != self._config:
-            store = await asyncio.to_thread(open_store, config, self._root) if config else None
-            await self.close()
-            self._config, self._store = config, store
-        self._instance_id = instance_id
-        self._rank = 0 if mode is ParallelismMode.REPLICATED_DATA else rank
+        if config == self._config:
+            yield self._store
+            return
+        store = await made(open_store, config, self._root) if config else None
+        old = self._store
+        try:
+            yield store
+        except BaseException:
+            old = store
+            raise
+        finally:
+            if old:
+                await asyncio.to_thread(old.close)
+
+    def adopt(self, store: ObjectStore | None, config: GroupConfig) -> None:
+        """Uses an opened store from now on, for a worker with this place in its group."""
         self._close_tiers()
+        self._config, self._store = config.object_store, store
+        self._instance_id = config.instance_id
+        self._rank = 0 if config.mode is ParallelismMode.REPLICATED_DATA else config.rank
 
     def tier(self, entry: Entry) -> ObjectTier | None:
         """Returns the tier for blocks of a layout's shape; None without a store."""

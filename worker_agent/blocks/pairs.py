@@ -14,7 +14,7 @@ from functools import lru_cache
 from math import gcd, prod
 
 from ayni.blocks.layouts import AxisOrder
-from worker_agent.blocks.geometry import AXES, NESTING, Geometry, Strided
+from worker_agent.blocks.geometry import AXES, NESTING, Geometry, Strided, with_heads_alike
 from worker_agent.blocks.memory import Part
 
 MAX_LANE_BYTES = 16
@@ -49,7 +49,11 @@ class Pair:
 
 @lru_cache(maxsize=256)
 def between(source: Geometry, source_part: Part, destination: Geometry, destination_part: Part) -> tuple[Pair, ...]:
-    """Returns the pairs of two parts with equal extents, in any orders; raises as `Geometry.check_part`."""
+    """Returns the pairs of two parts with equal extents, in any orders; raises as `Geometry.check_part`.
+
+    Where one side does not know its heads, neither is looked into: see `with_heads_alike`.
+    """
+    source, destination = with_heads_alike(source, destination)
     return _pairs(views_of(source, source_part), views_of(destination, destination_part))
 
 

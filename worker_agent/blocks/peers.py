@@ -16,6 +16,7 @@ from ayni.blocks.metadata import RemoteLayout, RemoteState, WorkerMetadata
 from ayni.errors import (
     AyniError,
     BadRequest,
+    Fault,
     Incompatible,
     PeerLost,
     StaleEpoch,
@@ -68,6 +69,11 @@ class Peer:
             except AyniError as error:
                 _log.warning("engine %s does not reach %s: %s", name, self, error)
                 last = error
+                continue
+            except Exception as error:
+                # What a peer exports may be anything; another engine may understand it.
+                _log.exception("engine %s broke on %s", name, self)
+                last = Fault(f"engine {name} broke on what {self} exports: {error!r}", detail=repr(error))
                 continue
             self.engine = self.engine or name
             self._routes |= {layout.handle: name for layout in left if link.reaches(layout)}
@@ -198,8 +204,8 @@ class Peers:
                 _check_newer(known.metadata[0], wanted.metadata[0])
             wanted.peers.update(await self._open_all(wanted, deadline))
             self._groups[instance_id] = wanted
-            if known:
-                await _close_all(known.peers.values())
+            replaced = [single for one in metadata for single in self._taken_singles(one)]
+            await _close_all([*(known.peers.values() if known else ()), *replaced])
         for peer in wanted.peers.values():
             _log.info("connected to %s through engine %s", describe(peer.metadata), peer.engine)
         return _remote_layouts(wanted)
@@ -208,10 +214,12 @@ class Peers:
         """Forgets a group; says whether it was connected."""
         async with self._locks.setdefault(instance_id, asyncio.Lock()):
             group = self._groups.pop(instance_id, None)
-            if group:
-                await _close_all(group.peers.values())
+            owners = [owner for owner, peer in self._singles.items() if peer.metadata.instance_id == instance_id]
+            peers = [*(group.peers.values() if group else ()), *(self._singles.pop(owner) for owner in owners)]
+            if peers:
+                await _close_all(peers)
                 _log.info("disconnected from group %s", instance_id)
-        return group is not None
+        return bool(peers)
 
     async def import_one(self, metadata: WorkerMetadata, deadline: float) -> Peer:
         """Connects to one worker without its group. Idempotent; a newer incarnation replaces."""
@@ -222,10 +230,9 @@ class Peers:
             if known:
                 _check_newer(known.metadata, metadata)
             peer = Peer(metadata, self._allowed(()))
-            await peer.connect(deadline)
+            await _opened([peer], deadline)
             self._singles[metadata.owner_id] = peer
-            if known:
-                await known.close()
+            await _close_all([*([known] if known else []), *self._taken_singles(metadata, but=peer)])
         return peer
 
     def state(self, instance_id: str) -> RemoteState:
@@ -257,8 +264,8 @@ class Peers:
         Raises:
             UnknownPeer: its owner is neither imported nor connected.
         """
-        peers = [*self._singles.values(), *(p for group in self._groups.values() for p in group.peers.values())]
-        for peer in peers:
+        peers = [*(p for group in self._groups.values() for p in group.peers.values()), *self._singles.values()]
+        for peer in sorted(peers, key=lambda peer: peer.is_lost):
             for layout in peer.metadata.layouts:
                 if layout.handle == handle:
                     return peer, layout
@@ -287,12 +294,34 @@ class Peers:
         """Connects to every rank, or to none."""
         engines = self._allowed(group.allowed)
         peers = {metadata.rank: Peer(metadata, engines) for metadata in group.metadata}
-        results = await asyncio.gather(*(peer.connect(deadline) for peer in peers.values()), return_exceptions=True)
-        errors = [result for result in results if isinstance(result, BaseException)]
-        if errors:
-            await _close_all(peers.values())
-            raise errors[0]
+        await _opened(list(peers.values()), deadline)
         return peers
+
+    def _taken_singles(self, metadata: WorkerMetadata, but: Peer | None = None) -> list[Peer]:
+        """Takes out the single workers that `metadata` stands for now: the same one, or an earlier start of it."""
+        owners = [
+            owner
+            for owner, peer in self._singles.items()
+            if peer is not but and (peer.is_lost or _is_same_worker(peer.metadata, metadata))
+        ]
+        return [self._singles.pop(owner) for owner in owners]
+
+
+async def _opened(peers: Sequence[Peer], deadline: float) -> None:
+    """Connects to all workers, or leaves no link open: not when one fails, and not when the caller gives up."""
+    try:
+        results = await asyncio.gather(*(peer.connect(deadline) for peer in peers), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+    except BaseException:
+        await _close_all(peers)
+        raise
+
+
+def _is_same_worker(one: WorkerMetadata, other: WorkerMetadata) -> bool:
+    is_same_place = bool(one.address) and one.address == other.address
+    return is_same_place or (one.instance_id, one.rank) == (other.instance_id, other.rank)
 
 
 def describe(metadata: WorkerMetadata) -> str:

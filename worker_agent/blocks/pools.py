@@ -113,19 +113,16 @@ def map_pool(geometry: Geometry, files: PoolFiles, peer: str) -> MappedPool:
     return MappedPool(memory=memory, control=PoolControl(control))
 
 
-def _starts(geometry: Geometry) -> list[int]:
-    """Returns where each allocation begins, counted from the first, and the end."""
+def _step(geometry: Geometry) -> int:
+    """Returns the bytes from the start of one allocation to the next one's; all are equally long."""
     alignment = max(_PAGE_BYTES, geometry.config.alignment_bytes)
-    starts = [0]
-    for size in geometry.allocation_bytes:
-        starts.append(starts[-1] + -(-size // alignment) * alignment)
-    return starts
+    return -(-geometry.bytes_of_each // alignment) * alignment
 
 
 def _span(geometry: Geometry) -> int:
-    return _starts(geometry)[-1]
+    return geometry.num_allocations * _step(geometry)
 
 
 def _split(geometry: Geometry, data: Bytes, start: int) -> list[Bytes]:
-    sizes = geometry.allocation_bytes
-    return [data[start + at : start + at + size] for at, size in zip(_starts(geometry), sizes, strict=False)]
+    step, size = _step(geometry), geometry.bytes_of_each
+    return [data[start + i * step : start + i * step + size] for i in range(geometry.num_allocations)]

@@ -7,13 +7,14 @@ on the way becomes a result.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ayni.blocks.ids import Ids
 from ayni.blocks.notifications import Event, TransferCompleteNotification
 from ayni.blocks.transfers import (
+    AllFailed,
     BlockFailure,
     Failure,
     TransferOptions,
@@ -97,7 +98,7 @@ class Transfers:
         """Returns the notification of a transfer that did not start."""
         _log.debug("%s refused: %s", what, error)
         event = Event(what)
-        event.trigger(TransferResult(outcomes=(refused(rank, blocks.tolist(), error),)))
+        event.trigger(TransferResult(outcomes=(refused(rank, blocks, error),)))
         return event.notification
 
     async def drain(self) -> None:
@@ -109,6 +110,7 @@ class Transfers:
 class _Run:
     def __init__(self, job: Job, options: TransferOptions, event: Event, release: Release, traffic: Traffic) -> None:
         self._job, self._event, self._release, self._traffic = job, event, release, traffic
+        self._options = options
         self._loop = asyncio.get_running_loop()
         self._began = self._loop.time()
         self._stop_at = self._began + options.timeout_s - options.drain_s
@@ -129,10 +131,12 @@ class _Run:
         try:
             await self._begin()
             failures = await self._outcome()
-            await _wait([ticket.quiesced for ticket in self._tickets], self._deadline)
+            # Whoever was cut off may stay unquiesced for long; the outcome does not wait for that.
+            soon = self._loop.time() + self._options.drain_s
+            await _wait([ticket.quiesced for ticket in self._tickets], min(self._deadline, soon))
             self._tell(self._ended(failures))
         except AyniError as error:
-            self._tell(refused(self._job.rank, self._job.destination_blocks.tolist(), error))
+            self._tell(refused(self._job.rank, self._job.destination_blocks, error))
         except Exception as error:
             _log.exception("%s", self._job.what)
             self._tell(self._ended(self._all(Fault(f"{self._job.what}: {error!r}", detail=repr(error)))))
@@ -157,16 +161,18 @@ class _Run:
         if self._cancelled:
             self.cancel()
 
-    async def _outcome(self) -> dict[int, Failure]:
+    async def _outcome(self) -> Sequence[BlockFailure]:
         await _wait([ticket.outcome for ticket in self._tickets], self._deadline)
         failures: dict[int, Failure] = {}
         for ticket in self._tickets:
-            if not ticket.outcome.done():
-                failures |= self._all(self._late()) | failures
-                continue
-            for index, failure in ticket.outcome.result().failures:
-                failures.setdefault(index, failure)
-        return failures
+            if ticket.outcome.done():
+                for index, failure in ticket.outcome.result().failures:
+                    failures.setdefault(index, failure)
+        if any(not ticket.outcome.done() for ticket in self._tickets):
+            late = self._all(self._late())
+            failures = {**dict.fromkeys(late.indices, late.failure), **failures} if failures else {}
+            return self._named(failures) if failures else late
+        return self._named(failures)
 
     def _tell(self, outcome: TransferOutcome) -> None:
         if outcome.quiesced:
@@ -178,24 +184,30 @@ class _Run:
         release, self._release = self._release, _nothing
         release()
 
-    def _ended(self, failures: dict[int, Failure]) -> TransferOutcome:
-        blocks, job = self._job.destination_blocks, self._job
-        num_done = len(blocks) - len(failures)
+    def _ended(self, failures: Sequence[BlockFailure]) -> TransferOutcome:
+        job = self._job
+        num_done = len(job.destination_blocks) - len(failures)
         return TransferOutcome(
             rank=job.rank,
             num_done=num_done,
-            failures=tuple(
-                BlockFailure(index=index, block=int(blocks[index]), failure=failures[index])
-                for index in sorted(failures)
-            ),
+            failures=failures,
             transferred_bytes=num_done * job.block_bytes,
             elapsed_s=self._loop.time() - self._began,
             engines=job.engines,
             quiesced=all(ticket.quiesced.done() for ticket in self._tickets),
         )
 
-    def _all(self, error: AyniError) -> dict[int, Failure]:
-        return dict.fromkeys(range(len(self._job.destination_blocks)), Failure.of(error))
+    def _all(self, error: AyniError) -> AllFailed:
+        return AllFailed(self._job.destination_blocks, Failure.of(error))
+
+    def _named(self, failures: Mapping[int, Failure]) -> Sequence[BlockFailure]:
+        """Returns failures in order of index; many with one reason cost no more than one."""
+        blocks = self._job.destination_blocks
+        if 0 < len(failures) == len(blocks) and len(set(map(id, failures.values()))) == 1:
+            return AllFailed(blocks, next(iter(failures.values())))
+        return tuple(
+            BlockFailure(index=index, block=int(blocks[index]), failure=failures[index]) for index in sorted(failures)
+        )
 
     def _late(self) -> Deadline:
         seconds = self._deadline - self._began

@@ -4,9 +4,12 @@ Bytes go straight between the file and the caller's arrays, at fixed offsets, ne
 says whether it was written and, once it was written whole, its checksum; see `slab_header`. So what a crash tore is
 known when it is read, and a slab is recovered by its header alone. Copies: one, by the system.
 
+A block that is written in parts has its checksum as soon as all of its parts are in. Until then a part of it is read
+unchecked, and if the process is killed the block is torn: also one that was whole before, of which some was written
+again. A part of a block that has a checksum is read with the whole block, and checked.
+
 Not known: what a power cut took away that was never synced, where the block's slot was lost as well. Such a block
-counts as never written; reading it from a recovered slab is refused. Ugly: who writes parts of a block that a crash
-tore has to write all of its parts; nobody checks that.
+counts as never written; reading it from a recovered slab is refused.
 """
 
 import threading
@@ -14,6 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +28,7 @@ from ayni.errors import StorageFailed
 from worker_agent.blocks.geometry import Geometry
 from worker_agent.blocks.host_memory import HostMemory
 from worker_agent.blocks.memory import WHOLE, Bytes, Part
-from worker_agent.blocks.slab_extents import Track, extents, pieces, tracks
+from worker_agent.blocks.slab_extents import Track, cover, extents, pieces, tracks
 from worker_agent.blocks.slab_file import SlabFile
 from worker_agent.blocks.slab_header import SlabHeader, checksums_of
 from worker_agent.blocks.slab_header import places as places_in
@@ -34,6 +38,7 @@ _SMALL_RUN_BYTES = 4096
 """A part in runs shorter than this is taken out of, or put into, its whole block in memory."""
 
 _Call = Callable[[int, Sequence[Bytes]], None]
+_Write = Callable[[Ids, Part, Bytes], None]
 
 
 class Fsync(Enum):
@@ -53,7 +58,7 @@ class SlabOptions:
 
     fsync: Fsync = Fsync.NEVER
     verify: bool = True
-    """Compare the checksum whenever a whole block is read."""
+    """Compare the checksum of a block whenever it, or a part of it, is read."""
 
 
 DEFAULT_OPTIONS = SlabOptions()
@@ -82,12 +87,12 @@ class SlabMemory:
         self._file = SlabFile(path, header, self._places.end)
         self.recovered = self._file.recovered
         """Whether the file was there, with blocks of this layout and owner."""
-        self._slots = SlabSlots(self._file)
+        self._slots = SlabSlots(self._file, partial(cover, geometry))
         self._parts_lock = threading.Lock()
         self._is_open = True
 
     def written_blocks(self) -> Ids:
-        """Returns the ids of all blocks that were written and that are not known to be torn, ascending."""
+        """Returns the ids of all blocks that were written whole and that are not known to be torn, ascending."""
         return self._slots.written()
 
     def rows(self, part: Part) -> Bytes | None:
@@ -103,38 +108,37 @@ class SlabMemory:
 
         Raises:
             Checksum: a block is torn, or its bytes are not those that were written.
-            StorageFailed: the file can't be read, or a recovered slab never had the block.
+            StorageFailed: the file can't be read, or a recovered slab never had the block, or all of it.
         """
         assert out.flags.c_contiguous, "rows that are not together would be read into a copy"
         self._slots.check_written(blocks)
-        runs, ids = self._tracks(part), blocks.tolist()
-        if not self._is_whole(part) and _are_small(runs):
-            self._read_small(blocks, part, out)
+        if self._is_whole(part):
+            self._read_whole(blocks, out)
             return
-        checksums: list[int] = []
-        verify = self._options.verify and self._is_whole(part)
-        for places in pieces(len(ids), out.shape[1]):
-            self._move(self._file.read, ids[places], runs, out[places])
-            if verify:
-                checksums += checksums_of(ids[places], out[places])
-        if verify:
-            self._slots.verify(blocks, checksums)
+        # A checksum is that of a whole block: to check a part, all of it is read.
+        must_verify = self._options.verify and self._slots.whole(blocks).size > 0
+        if must_verify or _are_small(self._tracks(part)):
+            self._read_through_whole(blocks, part, out)
+        else:
+            self._move(self._file.read, blocks.tolist(), self._tracks(part), out)
 
     def write(self, blocks: Ids, part: Part, data: Bytes) -> None:
         """Copies parts of blocks in; see `Memory.write`.
+
+        A block that was torn, or never written, is read again once all of it was written.
 
         Raises:
             StorageFailed: the file can't be written. The blocks in hand are torn; those after them are unchanged.
         """
         if self._is_whole(part):
-            self._write(blocks, part, data, is_whole=True)
+            self._write(blocks, part, data, self._write_whole)
             return
         # Small runs are put in by reading and writing whole blocks, which no other part of a block may cut across.
         with self._parts_lock:
-            self._write(blocks, part, data, is_whole=False)
+            self._write(blocks, part, data, self._write_part)
 
     def close(self) -> None:
-        """Gives every written block its checksum and closes the file; a second call does nothing.
+        """Gives every block that is whole its checksum and closes the file; a second call does nothing.
 
         Raises:
             StorageFailed: the file can't be read or written; it is closed all the same, and not marked as clean.
@@ -150,40 +154,55 @@ class SlabMemory:
         finally:
             self._file.close()
 
-    def _write(self, blocks: Ids, part: Part, data: Bytes, *, is_whole: bool) -> None:
-        runs, ids, done = self._tracks(part), blocks.tolist(), 0
-        checksums: list[int] = []
+    def _write(self, blocks: Ids, part: Part, data: Bytes, write: _Write) -> None:
         try:
-            for places in pieces(len(ids), data.shape[1]):
-                self._slots.begin_write(blocks[places])
-                if is_whole or not _are_small(runs):
-                    self._move(self._file.write, ids[places], runs, data[places])
-                else:
-                    self._write_small(blocks[places], part, data[places])
-                checksums += checksums_of(ids[places], data[places]) if is_whole else []
-                done = places.stop
+            for places in pieces(len(blocks), data.shape[1]):
+                write(blocks[places], part, data[places])
         except StorageFailed:
-            self._slots.end_write(blocks[:done], checksums if is_whole else None)
             # What the disk refused may refuse the slots as well; the first refusal is the one to tell.
             with suppress(StorageFailed):
                 self._slots.save(blocks)
             raise
-        self._slots.end_write(blocks, checksums if is_whole else None)
         self._slots.save(blocks)
         if self._options.fsync is Fsync.ALWAYS:
             self._file.sync()
+
+    def _write_whole(self, blocks: Ids, part: Part, data: Bytes) -> None:
+        ids = blocks.tolist()
+        self._slots.begin_write(blocks)
+        self._move(self._file.write, ids, self._tracks(part), data)
+        self._slots.end_whole(blocks, checksums_of(ids, data))
+
+    def _write_part(self, blocks: Ids, part: Part, data: Bytes) -> None:
+        # The checksum of the whole block is given up with the first part: what is damaged by then stays damaged.
+        self._slots.tear_damaged(blocks, self._read_block)
+        begun = self._slots.begin_write(blocks)
+        runs = self._tracks(part)
+        if _are_small(runs):
+            self._write_small(blocks, part, data)
+        else:
+            self._move(self._file.write, blocks.tolist(), runs, data)
+        self._slots.end_part(begun, part, self._read_block)
 
     def _move(self, call: _Call, ids: Sequence[int], runs: Sequence[Track], rows: Bytes) -> None:
         for track in runs:
             for offset, first, num_blocks in extents(ids, track):
                 call(offset, _buffers(track, rows, first, num_blocks))
 
-    def _read_small(self, blocks: Ids, part: Part, rows: Bytes) -> None:
-        for i, block in enumerate(blocks.tolist()):
-            whole = self._read_block(block)
+    def _read_whole(self, blocks: Ids, out: Bytes) -> None:
+        ids = blocks.tolist()
+        for places in pieces(len(ids), out.shape[1]):
+            self._move(self._file.read, ids[places], self._tracks(WHOLE), out[places])
             if self._options.verify:
-                self._slots.verify(blocks[i : i + 1], checksums_of([block], whole))
-            self._as_memory(whole).read(_FIRST, part, rows[i : i + 1])
+                self._slots.verify(blocks[places], checksums_of(ids[places], out[places]))
+
+    def _read_through_whole(self, blocks: Ids, part: Part, out: Bytes) -> None:
+        block_bytes = self.geometry.config.block_bytes
+        for places in pieces(len(blocks), block_bytes):
+            rows = np.empty((places.stop - places.start, block_bytes), np.uint8)
+            self._read_whole(blocks[places], rows)
+            for i, row in enumerate(rows, places.start):
+                self._as_memory(row).read(_FIRST, part, out[i : i + 1])
 
     def _write_small(self, blocks: Ids, part: Part, rows: Bytes) -> None:
         for i, block in enumerate(blocks.tolist()):

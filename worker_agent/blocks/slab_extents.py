@@ -52,6 +52,20 @@ def tracks(geometry: Geometry, part: Part, starts: tuple[int, ...]) -> tuple[Tra
     )
 
 
+@lru_cache(maxsize=1024)
+def cover(geometry: Geometry, parts: frozenset[Part]) -> bool:
+    """Says whether every byte of a block is in one of its parts."""
+    tables = [plan.chunk_table(geometry, 0, part.layers, part.slice, part.axis_order) for part in parts]
+    chunks = np.concatenate(tables)
+    if chunks[:, 2].sum() < geometry.config.block_bytes:
+        return False
+    starts = chunks[:, 0] * max(geometry.allocation_bytes) + chunks[:, 1]
+    order = np.argsort(starts)
+    starts, ends = starts[order], (starts + chunks[:, 2])[order]
+    before = np.concatenate(([0], np.maximum.accumulate(ends)[:-1]))
+    return int(np.maximum(0, ends - np.maximum(starts, before)).sum()) == geometry.config.block_bytes
+
+
 def extents(blocks: Sequence[int], track: Track) -> Iterator[Extent]:
     """Yields what can be moved in one call each, in the order of the call's list."""
     limit = min(_MAX_BUFFERS, max(1, MAX_CALL_BYTES // track.length)) if track.stride == track.length else 1

@@ -17,6 +17,7 @@ from ayni.errors import StorageFailed
 from worker_agent.blocks.memory import Bytes
 from worker_agent.blocks.slab_header import PAGE_BYTES, SLOT, SlabHeader, Slots, check_same, decode, encode, refused
 
+_LOOK_BYTES = 1 << 20
 _NO_SPACE = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 
 
@@ -44,11 +45,13 @@ class SlabFile:
             found = self._find(size)
             self.recovered = found is not None
             """Whether the file was there."""
-            self.was_clean = found is None or found.clean
-            """Whether whoever had it before closed it."""
             if found is None:
                 self._make(size)
             self.mark(clean=False)
+            if found is None:
+                # Blocks behind a header that a power cut took away could not be told from another program's file.
+                with self._named("sync its header"):
+                    os.fsync(self._fd)
         except BaseException:
             os.close(self._fd)
             raise
@@ -123,6 +126,7 @@ class SlabFile:
             page = os.pread(self._fd, PAGE_BYTES, 0)
         found = decode(page, str(self.path))
         if found is None:
+            self._check_zeros()
             return None
         if replace(found, clean=False) != replace(self._header, clean=False) and self._is_blank(found):
             # Made for another configuration and never written: there is nothing to keep.
@@ -138,9 +142,27 @@ class SlabFile:
     def _is_blank(self, found: SlabHeader) -> bool:
         """Says whether no block of a slab was ever written."""
         size = found.num_blocks * SLOT.itemsize
+        if os.fstat(self._fd).st_size < PAGE_BYTES + size:
+            return False
         with self._named("read its slots"):
             slots = os.pread(self._fd, size, PAGE_BYTES)
         return len(slots) == size and not any(slots)
+
+    def _check_zeros(self) -> None:
+        """Refuses a file without a header that holds anything: the making of a slab leaves nothing but zeros."""
+        size, offset = os.fstat(self._fd).st_size, 0
+        with self._named("read it"):
+            while offset < size:
+                try:
+                    offset = os.lseek(self._fd, offset, os.SEEK_DATA)
+                except OSError as error:
+                    if error.errno == errno.ENXIO:  # nothing but holes from here on
+                        return
+                    raise
+                found = os.pread(self._fd, _LOOK_BYTES, offset)
+                if found.count(0) != len(found):
+                    raise refused(str(self.path), "it holds bytes, but not the header of a slab file")
+                offset += len(found) or size
 
     def _make(self, size: int) -> None:
         """Sets all bytes aside now, so that a full disk is told here and not in the middle of a transfer."""
@@ -149,6 +171,7 @@ class SlabFile:
         try:
             if size > free:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.ftruncate(self._fd, 0)
             os.posix_fallocate(self._fd, 0, size)
         except OSError as error:
             self.path.unlink(missing_ok=True)

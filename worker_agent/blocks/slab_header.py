@@ -1,15 +1,16 @@
 """What a slab file says about itself: its header page, and one slot for each block.  [core]
 
     page 0       magic, version, CRC-32 and length of the text, then the text: JSON with the fields of `SlabHeader`
-    from 4096    slots, 16 bytes for each block: state and checksum
+    from 4096    slots, 16 bytes for each block: state, check value of the slot, checksum of the block
     data offset  the layout's allocations, one after another, each at a multiple of 4096 and of the layout's alignment
 
-All integers are little-endian. A header page of zeros is that of a file whose making was cut short.
+All integers are little-endian. A file of nothing but zeros is one whose making was cut short.
 
 A slot is written after the bytes of its block. States: NEVER (zeros: not written since the file was made), WHOLE (the
-checksum is that of the block), PARTS (written in parts since; no checksum), TORN (a write failed, or the owner ended
-before it gave a PARTS block its checksum). A block whose owner ended between bytes and slot is WHOLE with the checksum
-of other bytes, and is found when it is read.
+checksum is that of the block), PARTS (some of a WHOLE block was written since; no checksum), SOME (some of a NEVER
+block was written; no checksum), TORN (a write failed, or the owner ended while the block was PARTS or SOME). A block
+whose owner ended between bytes and slot is WHOLE with the checksum of other bytes, and is found when it is read. A slot
+whose check value is not its own counts as TORN: what it says of its block is not known.
 """
 
 import json
@@ -22,18 +23,19 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from ayni.blocks.ids import Ids
 from ayni.errors import IncompatibleLayout, StorageFailed
 from worker_agent.blocks.geometry import Geometry
 from worker_agent.blocks.memory import Bytes
 
 PAGE_BYTES = 4096
-NEVER, WHOLE, PARTS, TORN = range(4)
-SLOT = np.dtype([("state", "<u8"), ("checksum", "<u8")])
+NEVER, WHOLE, PARTS, TORN, SOME = range(5)
+SLOT = np.dtype([("state", "<u4"), ("check", "<u4"), ("checksum", "<u8")])
 Slots = npt.NDArray[np.void]
 """Shape [B], dtype SLOT."""
 
 _MAGIC = b"AYNISLAB"
-_VERSION = 1
+_VERSION = 2
 _FRONT = struct.Struct("<8sIII")
 
 
@@ -52,7 +54,7 @@ class SlabHeader:
     rank: int
     """Rank of the owner in its group."""
     clean: bool = False
-    """Whether the owner closed the file; every block that was written has its checksum then."""
+    """Whether the owner closed the file."""
 
     @classmethod
     def of(cls, geometry: Geometry, fingerprint: str, instance_id: str, rank: int) -> "SlabHeader":
@@ -101,7 +103,7 @@ def encode(header: SlabHeader) -> bytes:
 
 
 def decode(page: bytes, place: str) -> SlabHeader | None:
-    """Returns what a header page says; None when it is all zeros.
+    """Returns what a header page says; None when it is all zeros, or empty.
 
     Args:
         page: the first bytes of the file.
@@ -120,7 +122,19 @@ def decode(page: bytes, place: str) -> SlabHeader | None:
     text = page[_FRONT.size : _FRONT.size + length]
     if zlib.crc32(text) != checksum:
         raise refused(place, "its header is damaged")
-    return SlabHeader(**json.loads(text))
+    return _parse(text, place)
+
+
+def _parse(text: bytes, place: str) -> SlabHeader:
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        values = None
+    wanted = {field.name: field.type for field in fields(SlabHeader)}
+    found = {name: type(value) for name, value in values.items()} if isinstance(values, dict) else None
+    if found != wanted:
+        raise refused(place, f"its header does not have the fields of version {_VERSION} of the slab format")
+    return SlabHeader(**values)
 
 
 def check_same(found: SlabHeader, wanted: SlabHeader, place: str) -> None:
@@ -148,6 +162,30 @@ def refused(place: str, detail: str, remedy: str = "move it away") -> StorageFai
         place=place,
         detail=detail,
     )
+
+
+def checks_of(ids: Ids, slots: Slots) -> npt.NDArray[np.uint32]:
+    """Returns the check values of the slots of blocks: 32 bits mixed from all else that a slot says, and whose it is.
+
+    Args:
+        ids: the blocks.
+        slots: their slots.
+    """
+    odd = np.uint64(0x9E3779B97F4A7C15)
+    word = (ids.astype(np.uint64) << np.uint64(3)) + slots["state"]
+    mixed = slots["checksum"] ^ (word * odd)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+    checks: npt.NDArray[np.uint32] = (mixed >> np.uint64(32)).astype(np.uint32)
+    return checks
+
+
+def unsound(slots: Slots) -> npt.NDArray[np.bool_]:
+    """Says of all slots of a slab whether one is neither zeros nor has its own check value and a known state."""
+    is_blank = (slots["state"] == 0) & (slots["check"] == 0) & (slots["checksum"] == 0)
+    is_known = (slots["state"] != NEVER) & (slots["state"] <= SOME)
+    wrong: npt.NDArray[np.bool_] = ~is_blank & ~(is_known & (slots["check"] == checks_of(np.arange(len(slots)), slots)))
+    return wrong
 
 
 def checksum_of(block: int, data: Bytes) -> int:

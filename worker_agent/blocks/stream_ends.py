@@ -8,7 +8,7 @@ Legend: N blocks of a run, P bytes of a part of one block.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar
 
 import numpy as np
@@ -18,9 +18,14 @@ from ayni.blocks.layouts import AxisOrder
 from ayni.blocks.transfers import Failure
 from ayni.errors import StorageFailed
 from ayni.frames import Buffer
+from worker_agent.blocks.frames import MAX_CHUNK_BYTES
+from worker_agent.blocks.geometry import Geometry
 from worker_agent.blocks.memory import Bytes, Memory, Part
 from worker_agent.blocks.plan import HOST
 from worker_agent.blocks.stream_order import Run, reorder
+
+MOST_RUNS = 1024
+"""Runs of bytes of one chunk that are copied on the event loop; more of them go through a thread."""
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -49,10 +54,15 @@ class _End:
         self._order = part.axis_order or memory.geometry.axis_order
         self._wire_order = wire_order
         self._is_straight = wire_order is self._order
+        self._num_runs = _num_runs(memory.geometry, part, self._order)
         self._is_host = self._is_straight and memory.storage in HOST
-        self._rows_BP = memory.rows(part) if self._is_host else None
+        self._rows_BP = memory.rows(part) if self._is_host and self._num_runs == 1 else None
         self._block_bytes = memory.geometry.part_bytes(part.layers, part.slice, part.axis_order)
         self._staged_P: Bytes | None = None
+
+    def _is_scattered(self, run: Run) -> bool:
+        """Says whether the bytes of a run lie in too many pieces for the event loop."""
+        return not self._is_host or run.count * self._num_runs > MOST_RUNS
 
     def _ids(self, run: Run) -> Ids:
         return self._blocks[run.index : run.index + run.count]
@@ -60,6 +70,9 @@ class _End:
 
 class Source(_End):
     """Bytes of blocks to send."""
+
+    _listed: tuple[int, list[memoryview]] = (-1, [])
+    """The block whose views were listed last, and those."""
 
     async def payload(self, run: Run) -> list[Buffer]:
         """Returns the bytes of a run, in pieces; they are good until the next call.
@@ -70,7 +83,7 @@ class Source(_End):
         if self._rows_BP is not None:
             rows_BP, start, stop = self._rows_BP, run.offset, run.offset + run.length // run.count
             return [rows_BP[block, start:stop].data for block in self._ids(run).tolist()]
-        if self._is_host:
+        if not self._is_scattered(run):
             return [view for block in self._ids(run).tolist() for view in self._views(block, run)]
         if run.length == run.count * self._block_bytes:
             return [(await in_thread(self._read, self._ids(run))).reshape(-1).data]
@@ -79,8 +92,11 @@ class Source(_End):
         return [self._staged_P[run.offset : run.offset + run.length].data]
 
     def _views(self, block: int, run: Run) -> list[memoryview]:
-        views = self._memory.views(block, self._part)
-        assert views is not None
+        if self._listed[0] != block:
+            listed = self._memory.views(block, self._part)
+            assert listed is not None
+            self._listed = block, listed
+        views = self._listed[1]
         return views if run.length >= self._block_bytes else _between(views, run.offset, run.offset + run.length)
 
     def _read(self, blocks: Ids) -> Bytes:
@@ -118,7 +134,7 @@ class Sink(_End):
 
     async def _write_or_name(self, run: Run, data_NP: Bytes) -> dict[int, Failure]:
         try:
-            await self._write(self._ids(run), data_NP)
+            await self._write(run, data_NP)
         except StorageFailed as error:
             if run.count == 1:
                 return {run.index: Failure.of(error)}
@@ -128,16 +144,32 @@ class Sink(_End):
             return failures
         return {}
 
-    async def _write(self, blocks: Ids, data_NP: Bytes) -> None:
-        if self._is_host:
-            self._memory.write(blocks, self._part, data_NP)
+    async def _write(self, run: Run, data_NP: Bytes) -> None:
+        if self._is_scattered(run) or data_NP.nbytes > MAX_CHUNK_BYTES:
+            await in_thread(self._reorder_and_write, self._ids(run), data_NP)
         else:
-            await in_thread(self._reorder_and_write, blocks, data_NP)
+            self._memory.write(self._ids(run), self._part, data_NP)
 
     def _reorder_and_write(self, blocks: Ids, data_NP: Bytes) -> None:
         if not self._is_straight:
             data_NP = reorder(data_NP, self._memory.geometry, self._part, self._wire_order, self._order)
         self._memory.write(blocks, self._part, data_NP)
+
+
+def _num_runs(geometry: Geometry, part: Part, order: AxisOrder) -> int:
+    """Returns into how many runs of bytes a part of one block falls, without listing them."""
+    views = geometry.strided(part.layers, part.slice, part.axis_order)
+    return sum(_runs_of(*view.nested(order)) for view in views)
+
+
+def _runs_of(shape: Sequence[int], strides: Sequence[int]) -> int:
+    length, num_runs = 1, 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if num_runs == 1 and (size == 1 or stride == length):
+            length *= size
+        else:
+            num_runs *= size
+    return num_runs
 
 
 def _between(views: list[memoryview], start: int, stop: int) -> list[memoryview]:

@@ -29,8 +29,8 @@ def register_tensors(tensors: Sequence[torch.Tensor], geometry: Geometry) -> Hos
         geometry: the layout; `paged_cache_geometry` finds that of a KV cache.
 
     Raises:
-        BadRequest: a tensor is not contiguous, has another size or element width than the layout, or is not aligned;
-            two share bytes; they are on several devices.
+        BadRequest: a tensor is not contiguous, is a conjugated or negated view, has another size or element width than
+            the layout, or is not aligned; two share bytes; they are on several devices.
     """
     for i, tensor in enumerate(tensors):
         _check_tensor(i, tensor, geometry)
@@ -112,6 +112,10 @@ def _check_tensor(place: int, tensor: torch.Tensor, geometry: Geometry) -> None:
     config = geometry.config
     if tensor.layout is not torch.strided or tensor.is_meta or not tensor.is_contiguous():
         raise BadRequest(f"tensor {place} is not contiguous: only whole memory can be registered", field="tensors")
+    if tensor.is_conj() or tensor.is_neg():
+        # Its bytes are those of another tensor, whose values differ: torch only says that they do.
+        detail = f"tensor {place} is a conjugated or negated view: its bytes are not its values"
+        raise BadRequest(f"{detail}; register what resolve_conj().resolve_neg() gives", field="tensors")
     if tensor.element_size() != config.dtype_width_bytes:
         widths = f"elements of {tensor.element_size()} bytes; the layout has {config.dtype_width_bytes}"
         raise BadRequest(f"tensor {place} has {widths}", field="dtype_width_bytes")

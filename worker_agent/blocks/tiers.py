@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ayni.blocks.layouts import LocalLayout, Tier
+from ayni.errors import StorageFailed
 from worker_agent.blocks.folders import folder_under
 from worker_agent.blocks.geometry import Geometry
 from worker_agent.blocks.memory import Memory
@@ -60,7 +61,11 @@ def has_cuda() -> bool:
 
 def _slab(place: LocalLayout, geometry: Geometry, disk: DiskPlace) -> SlabMemory:
     folder = folder_under(disk.root, disk.folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise StorageFailed(f"the folder {folder} can't be made: {why}", place=folder, detail=why) from error
     header = SlabHeader.of(geometry, disk.fingerprint, disk.instance_id, disk.rank)
     path = folder / f"rank{disk.rank}-resource{place.resource_id}.slab"
     memory = SlabMemory(path, geometry, header, SlabOptions(fsync=disk.fsync))

@@ -17,7 +17,7 @@ import numpy as np
 from ayni.blocks.ids import Ids
 from ayni.blocks.layouts import Axis, AxisOrder, LayoutHandle, needs_transform
 from ayni.errors import BadRequest, IncompatibleLayout
-from worker_agent.blocks.geometry import AXES, Geometry
+from worker_agent.blocks.geometry import AXES, Geometry, with_heads_alike
 from worker_agent.blocks.memory import WHOLE, Part
 
 _HEADS = (Axis.HEAD_COUNT, Axis.HEAD_SIZE)
@@ -111,6 +111,7 @@ def _check_alike(source: Geometry, source_part: Part, destination: Geometry, des
     orders = source_part.axis_order or source.axis_order, destination_part.axis_order or destination.axis_order
     if needs_transform(*orders):
         _check_transform(orders, (source.config.num_heads, destination.config.num_heads))
+    _check_without_heads((source, source_part), (destination, destination_part))
 
 
 def _extents(geometry: Geometry, part: Part) -> dict[str, int]:
@@ -133,6 +134,17 @@ def _check_transform(orders: tuple[AxisOrder, AxisOrder], num_heads: tuple[int, 
         raise _unlike("axis_order", one.value, other.value, why="an unknown order can't be changed")
     if not all(num_heads):
         raise _unlike("num_heads", *num_heads, why=f"{one.value} to {other.value} needs them on both sides")
+
+
+def _check_without_heads(*sides: tuple[Geometry, Part]) -> None:
+    """Refuses parts that look into regions, where one side alone knows its heads."""
+    (source, _), (destination, _) = sides
+    for geometry, (_, part) in zip(with_heads_alike(source, destination), sides, strict=True):
+        try:
+            geometry.check_part(part.layers, part.slice, part.axis_order)
+        except IncompatibleLayout as error:
+            heads = source.config.num_heads, destination.config.num_heads
+            raise _unlike("num_heads", *heads, why="this part needs them on both sides") from error
 
 
 def _check_bounce(bounce: Side, source: Side, destination: Side) -> None:

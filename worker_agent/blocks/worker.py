@@ -135,8 +135,7 @@ class LocalBlockWorker:
 
     async def configure_layouts(self, config: GroupConfig) -> Configured:
         """Creates lower tiers and names the worker's place in its group; see ConfigureLayouts."""
-        await self._objects.open(config.object_store, config.instance_id, config.rank, config.mode)
-        recovered = await self._configuring.configure(config)
+        recovered = await self._configuring.configure(config, self._objects)
         self._moves.rank = self._object_jobs.rank = config.rank
         return Configured(metadata=await self.export_metadata(), disk_recovered=recovered)
 

@@ -111,7 +111,8 @@ class Trainer:
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, str]]:
         """Returns copies of everything that training goes on from (parameters, optimizer), and facts about it."""
-        return state_of(self._task, self._update, self.completed_steps)
+        tensors, facts = state_of(self._task, self._update, self.completed_steps)
+        return tensors, {**facts, **self._own_facts()}
 
     def restore(self, what: str, tensors: Mapping[str, Tensor], facts: Mapping[str, str]) -> None:
         """Goes on from what `state` of an equal replica returned; `what` names it in errors.
@@ -119,9 +120,16 @@ class Trainer:
         Raises:
             ValueError: it is damaged, or of another task or optimizer.
         """
+        for name, own in self._own_facts().items():
+            if facts.get(name, own) != own:
+                raise ValueError(f"{what} was written with {name} {facts[name]}, but this run has {name} {own}")
         kind = facts.get("update", "")
         self._update = make_update(kind, self._config.optimizer, self._task.trainable(), self._specs) if kind else None
         self.completed_steps = restore(what, tensors, facts, self._task, self._update)
+
+    def _own_facts(self) -> dict[str, str]:
+        """Returns what must be the same where a run goes on, beside the task."""
+        return {"seed": str(self._config.seed), "optimizer": self._config.optimizer.name}
 
     def train(self, session: Session, on_event: OnEvent = _ignore) -> TrainResult:
         """Trains until the session says that the run is over.
@@ -282,6 +290,11 @@ class Trainer:
             ) from error
 
     def _check_turn(self, lease: ShardAssignment) -> None:
+        if self._update is not None and lease.update and lease.update != self._update.kind:
+            raise RuntimeError(
+                f"this worker's optimizer runs on the {self._update.kind}, as in the state that it goes on from, but "
+                f"the run says {lease.update}; set optimizer.update to {self._update.kind}"
+            )
         if lease.step != self.completed_steps:
             raise RuntimeError(
                 f"this worker's parameters have had {self.completed_steps} updates, but the coordinator leased it step "

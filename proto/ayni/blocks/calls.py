@@ -7,6 +7,7 @@ from ayni.blocks.ids import Ids
 from ayni.blocks.layouts import LocalLayout
 from ayni.blocks.metadata import WorkerMetadata
 from ayni.blocks.transfers import PullPlan, RemoteDescriptor, TransferOptions
+from ayni.errors import BadRequest
 
 call_id: ContextVar[str] = ContextVar("ayni_call_id", default="")
 """Set by the leader for each group call, the same on all ranks; empty outside of one. A stub sends it on."""
@@ -76,6 +77,14 @@ class Put:
     source_blocks: Ids
     keys: tuple[bytes, ...]
     lock_validity_s: float | None = None
+
+    def __post_init__(self) -> None:
+        """Checks the validity."""
+        if self.lock_validity_s is not None and not 0 < self.lock_validity_s < 1e12:
+            raise BadRequest(
+                f"lock_validity_s is {self.lock_validity_s:g}; it must be more than 0 s and finite",
+                field="lock_validity_s",
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,6 +13,15 @@ from ayni.errors import BadRequest
 MAX_LAYOUTS = 65535
 """Layouts that a worker can register; their numbers, 0 to 65534, are never reused."""
 
+MAX_LAYERS = 1 << 16
+"""Layers of a layout. Where they are apart, each is an allocation that is kept track of."""
+MAX_BLOCK_BYTES = 16 << 30
+"""Bytes of one block."""
+MAX_TOTAL_BYTES = (1 << 63) - 1
+"""Bytes of a layout: offsets are signed 64-bit numbers."""
+MAX_ALIGNMENT_BYTES = 1 << 30
+"""Alignment of an allocation: the largest page there is."""
+
 
 class Tier(Enum):
     """Where blocks are kept: G1 device, G2 host, G3 disk, G4 object. The last one has keys and no layouts."""
@@ -96,6 +105,7 @@ class LayoutConfig:
 
     num_blocks: int
     num_layers: int
+    """At most MAX_LAYERS; MAX_BLOCK_BYTES and MAX_TOTAL_BYTES bound the sizes that follow from the shape."""
     outer_dim: int
     """1 when keys and values are fused or there is only one, 2 when they are apart."""
     page_size: int
@@ -107,7 +117,7 @@ class LayoutConfig:
     dtype_width_bytes: int = 2
     """1, 2, 4 or 8."""
     alignment_bytes: int = 1
-    """Alignment of every allocation; a power of two."""
+    """Alignment of every allocation; a power of two, at most MAX_ALIGNMENT_BYTES."""
 
     def __post_init__(self) -> None:
         """Checks every rule."""
@@ -120,6 +130,7 @@ class LayoutConfig:
                 if not _is_power_of_two(self._of(name))
             ),
             *([] if self.dtype_width_bytes in (1, 2, 4, 8) else ["dtype_width_bytes must be 1, 2, 4 or 8"]),
+            *self._too_large(),
             *([] if self._heads_fit() else [f"num_heads ({self.num_heads}) must divide inner_dim ({self.inner_dim})"]),
         ]
         if problems:
@@ -147,6 +158,15 @@ class LayoutConfig:
 
     def _of(self, name: str) -> int:
         return int(getattr(self, name))
+
+    def _too_large(self) -> list[str]:
+        limits = {
+            "num_layers": MAX_LAYERS,
+            "alignment_bytes": MAX_ALIGNMENT_BYTES,
+            "block_bytes": MAX_BLOCK_BYTES,
+            "total_bytes": MAX_TOTAL_BYTES,
+        }
+        return [f"{name} must be at most {limit}" for name, limit in limits.items() if self._of(name) > limit]
 
     def _heads_fit(self) -> bool:
         return self.num_heads == 0 or (self.num_heads > 0 and self.inner_dim % self.num_heads == 0)

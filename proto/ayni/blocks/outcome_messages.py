@@ -1,12 +1,14 @@
 """How transfers and calls about objects ended, and what the latter ask for, as messages and back.  [shell]"""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 from google.protobuf.message import Message
 
 from ayni.blocks.calls import Get, Has, Put
+from ayni.blocks.ids import Ids
 from ayni.blocks.layout_messages import MAX_NAME
 from ayni.blocks.messages import (
     OUTCOME_STATES,
@@ -26,7 +28,7 @@ from ayni.blocks.messages import (
     text_of,
 )
 from ayni.blocks.objects import KeyOutcome, KeyReport, Presence, PresenceReport
-from ayni.blocks.transfers import BlockFailure, TransferOutcome
+from ayni.blocks.transfers import AllFailed, BlockFailure, TransferOutcome
 from ayni.errors import BadRequest
 from ayni.messages import duration
 from ayni.v1 import worker_pb2 as pb
@@ -34,9 +36,15 @@ from ayni.v1 import worker_pb2 as pb
 MAX_ANSWER_BYTES = 3 << 20
 """Size from which sentences that are there already are left out of an answer, so that gRPC's limit of 4 MiB holds."""
 
+MOST_NAMED = 1 << 14
+"""Blocks that one answer names. Where more have failed it tells of all that none is done, by naming the first alone."""
 
-def outcome_of(message: pb.TransferOutcome, num_blocks: int) -> TransferOutcome:
-    """Returns how a transfer of so many blocks ended.
+_MOST_OF_ONE_REASON = 1024
+"""Blocks that an answer names one by one although all failed for one reason."""
+
+
+def outcome_of(message: pb.TransferOutcome, blocks: Ids) -> TransferOutcome:
+    """Returns how a transfer to these blocks ended.
 
     Raises:
         BadRequest: it does not say of every block whether it is done.
@@ -44,23 +52,25 @@ def outcome_of(message: pb.TransferOutcome, num_blocks: int) -> TransferOutcome:
     outcome = TransferOutcome(
         rank=message.rank,
         num_done=message.num_done,
-        failures=each("failures", message.failures, _block_failure_of),
+        failures=_failures_of(message, blocks),
         transferred_bytes=message.transferred_bytes,
         elapsed_s=optional_field(message, "elapsed", seconds_of) or 0.0,
         engines=each("engines", message.engines, lambda name: text_of(name, "name", MAX_NAME)),
         quiesced=message.quiesced,
     )
-    _check_complete(outcome, num_blocks)
+    _check_complete(outcome, len(blocks))
     return outcome
 
 
 def outcome_message(outcome: TransferOutcome) -> pb.TransferOutcome:
     """Returns how a transfer ended as a message; a refusal travels as a status instead."""
+    named = _named(outcome.failures)
+    is_all = len(named) < len(outcome.failures)
     message = pb.TransferOutcome(
         rank=outcome.rank,
-        num_done=outcome.num_done,
-        failures=map(_block_failure_message, outcome.failures),
-        transferred_bytes=outcome.transferred_bytes,
+        num_done=0 if is_all else outcome.num_done,
+        failures=map(_block_failure_message, named),
+        transferred_bytes=0 if is_all else outcome.transferred_bytes,
         elapsed=duration(outcome.elapsed_s),
         engines=outcome.engines,
         quiesced=outcome.quiesced,
@@ -154,6 +164,19 @@ def get_outcomes_message(report: KeyReport) -> pb.GetBlocksResponse:
     return message
 
 
+def _named(failures: Sequence[BlockFailure]) -> Sequence[BlockFailure]:
+    """Returns the failures that an answer names: all, or, where they are too many, the first block as one of all."""
+    most = _MOST_OF_ONE_REASON if isinstance(failures, AllFailed) else MOST_NAMED
+    return failures if len(failures) <= most else (replace(failures[0], index=0),)
+
+
+def _failures_of(message: pb.TransferOutcome, blocks: Ids) -> Sequence[BlockFailure]:
+    named = each("failures", message.failures, _block_failure_of)
+    if message.num_done == 0 and len(blocks) > 1 and [failure.index for failure in named] == [0]:
+        return AllFailed(blocks, named[0].failure)
+    return named
+
+
 def _block_failure_of(message: pb.BlockFailure) -> BlockFailure:
     return BlockFailure(index=message.index, block=message.block, failure=field(message, "failure", failure_of))
 
@@ -199,11 +222,13 @@ def _keys_of(message: Message) -> tuple[bytes, ...]:
 
 
 def _check_complete(outcome: TransferOutcome, num_blocks: int) -> None:
-    indices = [failure.index for failure in outcome.failures]
-    if outcome.num_done + len(indices) != num_blocks:
+    if outcome.num_done + len(outcome.failures) != num_blocks:
         raise BadRequest(
-            f"{outcome.num_done} blocks are done and {len(indices)} failed, of {num_blocks}", field="num_done"
+            f"{outcome.num_done} blocks are done and {len(outcome.failures)} failed, of {num_blocks}", field="num_done"
         )
+    if isinstance(outcome.failures, AllFailed):
+        return
+    indices = [failure.index for failure in outcome.failures]
     if any(one >= other for one, other in pairwise(indices)) or (indices and indices[-1] >= num_blocks):
         raise BadRequest(f"failures must be in order of index, each below {num_blocks}", field="failures")
 

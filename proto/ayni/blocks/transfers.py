@@ -1,7 +1,10 @@
 """What a transfer is asked for, and how it ends.  [core]"""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import overload
+
+import numpy as np
 
 from ayni.blocks.ids import Ids
 from ayni.blocks.layouts import Axis, AxisOrder, LayoutHandle, LocalLayout, Tier
@@ -147,14 +150,65 @@ class BlockFailure:
     failure: Failure
 
 
+class AllFailed(Sequence[BlockFailure]):
+    """Failures of a transfer of which no block is done, for one reason: made one by one, when they are looked at."""
+
+    __slots__ = ("_blocks", "_places", "failure")
+
+    def __init__(self, blocks: Ids, failure: Failure, places: Ids | None = None) -> None:
+        """Takes all destination blocks, why they failed, and their places in the request; None: in order."""
+        self._blocks, self._places = blocks, places
+        self.failure = failure
+
+    @property
+    def indices(self) -> Iterable[int]:
+        """Places in the request's lists, in order."""
+        return range(len(self)) if self._places is None else self._places.tolist()
+
+    def at(self, places: Ids) -> "AllFailed":
+        """Returns the same failures, where block i has place places[i] in a larger request."""
+        return AllFailed(self._blocks, self.failure, places if self._places is None else places[self._places])
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    @overload
+    def __getitem__(self, index: int) -> BlockFailure: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[BlockFailure, ...]: ...
+    def __getitem__(self, index: int | slice) -> BlockFailure | tuple[BlockFailure, ...]:
+        places = range(len(self))[index]
+        return self._one(places) if isinstance(places, int) else tuple(map(self._one, places))
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, AllFailed):
+            same = self.failure == other.failure and np.array_equal(self._blocks, other._blocks)
+            return same and (self._places is other._places or list(self.indices) == list(other.indices))
+        return (
+            isinstance(other, tuple)
+            and len(self) == len(other)
+            and all(a == b for a, b in zip(self, other, strict=True))
+        )
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return f"AllFailed({len(self)} blocks, {self.failure!r})"
+
+    def _one(self, place: int) -> BlockFailure:
+        index = place if self._places is None else int(self._places[place])
+        return BlockFailure(index=index, block=int(self._blocks[place]), failure=self.failure)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransferOutcome:
     """How a transfer ended on one rank. Every block that is not among `failures` is done."""
 
     rank: int
     num_done: int
-    failures: tuple[BlockFailure, ...] = ()
-    """In order of index. Their destinations hold undefined bytes."""
+    failures: Sequence[BlockFailure] = ()
+    """A tuple or `AllFailed`, in order of index. Their destinations hold undefined bytes."""
     transferred_bytes: int = 0
     """Bytes of the blocks that are done."""
     elapsed_s: float = 0.0
@@ -194,7 +248,7 @@ class TransferResult:
 
     def failed_indices(self) -> frozenset[int]:
         """Returns the places in the request's lists that are not done on every rank."""
-        return frozenset(failure.index for outcome in self.outcomes for failure in outcome.failures)
+        return frozenset(index for outcome in self.outcomes for index in _indices(outcome.failures))
 
 
 class TransferFailed(Exception):
@@ -208,16 +262,14 @@ class TransferFailed(Exception):
     @property
     def reasons(self) -> frozenset[str]:
         """Reason words of all ranks and blocks."""
-        blocks = {f.failure.reason for outcome in self.result.outcomes for f in outcome.failures}
+        blocks = {reason for outcome in self.result.outcomes for reason in _reasons(outcome.failures)}
         return frozenset(blocks | {o.refusal.reason for o in self.result.outcomes if o.refusal})
 
 
-def refused(rank: int, destination_blocks: Sequence[int], error: AyniError) -> TransferOutcome:
+def refused(rank: int, destination_blocks: Sequence[int] | Ids, error: AyniError) -> TransferOutcome:
     """Returns the outcome of a rank that did not start."""
     failure = Failure.of(error)
-    failures = tuple(
-        BlockFailure(index=index, block=int(block), failure=failure) for index, block in enumerate(destination_blocks)
-    )
+    failures = AllFailed(np.asarray(destination_blocks, np.int64), failure)
     return TransferOutcome(rank=rank, num_done=0, failures=failures, refusal=failure)
 
 
@@ -225,6 +277,15 @@ def describe(result: TransferResult, what: str) -> str:
     """Returns a sentence about every rank that failed: how many blocks, and the first reason."""
     texts = [_describe_rank(outcome) for outcome in result.outcomes if not outcome.is_done]
     return f"{what} failed: {'; '.join(texts)}" if texts else f"{what} is done"
+
+
+def _indices(failures: Sequence[BlockFailure]) -> Iterable[int]:
+    return failures.indices if isinstance(failures, AllFailed) else (failure.index for failure in failures)
+
+
+def _reasons(failures: Sequence[BlockFailure]) -> Iterable[str]:
+    distinct = failures[:1] if isinstance(failures, AllFailed) else failures
+    return (failure.failure.reason for failure in distinct)
 
 
 def _describe_rank(outcome: TransferOutcome) -> str:

@@ -983,7 +983,7 @@ class TransferOutcome(_message.Message):
     rank: _builtins.int
     """The worker's rank."""
     num_done: _builtins.int
-    """Blocks that are done. num_done and the number of failures add up to the blocks of the request."""
+    """Blocks that are done. num_done and the number of failures add up to the blocks of the request, but see `failures`."""
     transferred_bytes: _builtins.int
     """Bytes of the blocks that are done."""
     quiesced: _builtins.bool
@@ -992,7 +992,9 @@ class TransferOutcome(_message.Message):
     """
     @_builtins.property
     def failures(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockFailure]:
-        """Blocks that are not done, in order of index; empty when all are. Their destinations hold undefined bytes."""
+        """Blocks that are not done, in order of index; empty when all are. Their destinations hold undefined bytes. When
+        num_done is 0 and the only failure named is that of index 0, every block failed as it did.
+        """
 
     @_builtins.property
     def elapsed(self) -> _duration_pb2.Duration:

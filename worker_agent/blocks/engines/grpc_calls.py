@@ -4,10 +4,11 @@ Ugly: a request must fit into one message, so very long lists become several cal
 """
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import grpc
+from grpc import aio
 
 from ayni import rpc
 from ayni.blocks.ids import Ids
@@ -25,6 +26,9 @@ MOST_PER_CALL = 1 << 18
 
 GRACE_S = 2.0
 """How much longer than the move a call may last; the peer learns from it when to give up by itself."""
+
+StartRead = Callable[..., "aio.UnaryStreamCall[pb.ReadBlocksRequest, bytes]"]
+"""Starts a ReadBlocks call whose frames are encoded messages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,19 +69,24 @@ def shares(move: Move) -> Iterator[Share]:
         )
 
 
-def check_order(move: Move) -> None:
-    """Refuses what a peer can't be asked for.
+def check_order(move: Move, field: str) -> None:
+    """Refuses what a peer can't be asked for; `field` is the option that gives its blocks another order.
 
     Raises:
-        Unsupported: a slice of blocks that are taken to have another order than the peer knows of.
+        Unsupported: a slice, or some layers, of blocks that are taken to have another order than the peer knows of. All
+            orders but the universal one have their layers in the same places.
     """
-    part = move.remote_part
-    if part.slice is not None and part.axis_order not in (None, move.remote.axis_order):
+    part, own = move.remote_part, move.remote.axis_order
+    order = part.axis_order or own
+    is_universal = AxisOrder.UNIVERSAL in (order, own)
+    has_layers = part.layers not in (None, (0, move.remote.config.num_layers))
+    if order is not own and (part.slice is not None or (has_layers and is_universal)):
+        what = "a slice" if part.slice is not None else "a range of layers"
         raise Unsupported(
-            f"a peer cuts its blocks in the order that they have ({move.remote.axis_order.value}): a slice can't be "
-            f"combined with {part.axis_order.value} order",
-            field="options.source_axis_order",
-            detail=part.axis_order.value,
+            f"a peer cuts its blocks in the order that they have ({own.value}): {what} can't be combined with "
+            f"{order.value} order",
+            field=field,
+            detail=order.value,
         )
 
 

@@ -10,15 +10,16 @@ import zlib
 from dataclasses import dataclass, field, replace
 
 from ayni.blocks.ids import as_ids
-from ayni.blocks.layouts import LayoutHandle, StorageKind
+from ayni.blocks.layouts import LayoutDescriptor, LayoutHandle, StorageKind
 from ayni.blocks.messages import error_of
 from ayni.blocks.metadata import EngineExport, WorkerMetadata
 from ayni.channels import HeaderChannel, open_channel
 from ayni.endpoints import ClientTls, Keepalive, parse_address
-from ayni.errors import BadRequest, BlockBusy, Checksum, StorageFailed, Unsupported
+from ayni.errors import AyniError, BadRequest, BlockBusy, Checksum, StorageFailed, Unsupported
 from ayni.settings import SettingsError
 from worker_agent.blocks.engine import Capabilities, Move
 from worker_agent.blocks.engines.grpc_link import NAME, GrpcLink
+from worker_agent.blocks.engines.warm_up import MOST_WARM_UP_BYTES
 from worker_agent.blocks.geometry import Geometry
 from worker_agent.blocks.host_memory import allocate_host
 from worker_agent.blocks.memory import Memory
@@ -104,18 +105,32 @@ class GrpcEngine:
 
 
 async def _warm_up(link: GrpcLink, peer: WorkerMetadata, deadline: float) -> None:
-    """Reads one block, so that a link that exists works, and its first move does not wait for the connection."""
+    """Reads one block, so that a link that exists works, and its first move does not wait for the connection.
+
+    A large block is asked for, and not read.
+    """
     if not peer.layouts:
         return
-    remote, one = peer.layouts[0], as_ids([0])
-    geometry = Geometry(config=replace(remote.config, num_blocks=1), axis_order=remote.axis_order)
+    remote = peer.layouts[0]
+    try:
+        if remote.config.block_bytes > MOST_WARM_UP_BYTES:
+            await link.ask(remote, deadline)
+        else:
+            await _read_one(link, remote, deadline)
+    except AyniError as error:
+        # Whoever says that a block is busy, or can't be read, has been reached, and asked, and has answered.
+        if error.reason not in _ANSWERS:
+            raise
+
+
+async def _read_one(link: GrpcLink, remote: LayoutDescriptor, deadline: float) -> None:
+    one = as_ids([0])
+    geometry = Geometry(config=replace(remote.config, num_blocks=1, alignment_bytes=1), axis_order=remote.axis_order)
     local = allocate_host(geometry)
     ticket = link.pull(Move(remote=remote, remote_blocks=one, local=local, local_blocks=one, deadline=deadline))
     await asyncio.wait([ticket.quiesced])
     for _, failure in ticket.outcome.result().failures:
-        # Whoever says that a block is busy, or can't be read, has been reached, and asked, and has answered.
-        if failure.reason not in _ANSWERS:
-            raise error_of(failure)
+        raise error_of(failure)
 
 
 def _read_export(data: bytes) -> tuple[str, bool]:

@@ -1,9 +1,9 @@
 """One ReadBlocks call, from the side of who asks.  [shell]
 
-A block is done when all of its bytes have come, so a stream that is lost takes only the other blocks with it.
+A block is done when all of its bytes have come and the peer has said at the end that they are good. Until then it may
+still name any block as failed, so a stream that ends before fails all of its blocks.
 """
 
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError, Message
@@ -14,15 +14,12 @@ from ayni.blocks.transfers import Failure
 from ayni.errors import BadChunk, BadRequest, IncompatibleLayout, PeerLost
 from ayni.v1 import worker_pb2 as pb
 from worker_agent.blocks import frames
-from worker_agent.blocks.engines.grpc_calls import Share, read_request, timeout_of
+from worker_agent.blocks.engines.grpc_calls import Share, StartRead, read_request, timeout_of
 from worker_agent.blocks.engines.under_way import Progress
 from worker_agent.blocks.frames import BlockChunk
 from worker_agent.blocks.stream_ends import Sink
 from worker_agent.blocks.stream_moves import Receiving
 from worker_agent.blocks.stream_order import Arrivals, StreamShape
-
-StartRead = Callable[..., "aio.UnaryStreamCall[pb.ReadBlocksRequest, bytes]"]
-"""Starts a call whose frames are encoded messages."""
 
 _M = TypeVar("_M", bound=Message)
 
@@ -35,8 +32,7 @@ async def pull(start: StartRead, share: Share, incarnation: int, progress: Progr
         grpc.aio.AioRpcError: the peer refused, or the connection broke.
     """
     shape, move = share.shape, share.move
-    is_whole = progress.is_done[share.first : share.first + len(shape.blocks)]
-    arrivals = Arrivals(shape, peer, frames.MAX_CHUNK_BYTES, is_whole)
+    arrivals = Arrivals(shape, peer, frames.MAX_CHUNK_BYTES)
     receiving = Receiving(arrivals, Sink(move.local, share.local_blocks, move.local_part, share.order))
     call = start(read_request(share, incarnation), timeout=timeout_of(move))
     try:
@@ -44,6 +40,7 @@ async def pull(start: StartRead, share: Share, incarnation: int, progress: Progr
         while isinstance(content := await _next(call, peer), BlockChunk):
             await receiving.take(content)
         receiving.drop(_failures(content, arrivals, peer))
+        progress.is_done[share.first : share.first + len(shape.blocks)] = arrivals.is_whole
         await call.read()
     finally:
         call.cancel()

@@ -5,11 +5,12 @@ given up ends its stream and waits a moment for the answer: after it the peer wr
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 
 import grpc
 from grpc import aio
 
+from ayni import rpc
 from ayni.errors import BadChunk
 from ayni.v1 import worker_pb2 as pb
 from worker_agent.blocks import frames
@@ -30,14 +31,22 @@ StartWrite = Callable[..., "aio.StreamUnaryCall[bytes, pb.WriteBlocksResponse]"]
 """Starts a call whose frames are encoded messages."""
 
 
+UntilReleased = Callable[[], Coroutine[None, None, None]]
+"""Returns once the peer has let go of the blocks."""
+
+
 class Push:
     """One share of a move on its way to a peer."""
 
-    def __init__(self, share: Share, incarnation: int, progress: Progress, peer: str) -> None:
-        """Marks in `progress` what is done."""
+    def __init__(
+        self, share: Share, incarnation: int, progress: Progress, peer: str, until_released: UntilReleased
+    ) -> None:
+        """Marks in `progress` what is done, and what to wait for where the peer's answer is lost."""
         self._share, self._incarnation = share, incarnation
         self._progress, self._peer = progress, peer
+        self._until_released = until_released
         self._is_given_up = False
+        self._may_land = False
 
     async def run(self, start: StartWrite) -> None:
         """Writes the share's blocks.
@@ -58,6 +67,8 @@ class Push:
             raise
         finally:
             writing.add_done_callback(lambda done: done.cancelled() or done.exception())
+            if self._may_land:
+                self._progress.settle = self._until_released
 
     async def _write(self, call: "aio.StreamUnaryCall[bytes, pb.WriteBlocksResponse]") -> None:
         share, move, shape = self._share, self._share.move, self._share.shape
@@ -65,9 +76,19 @@ class Push:
         sending = Sending(shape, source, frames.MAX_CHUNK_BYTES, move.checksum)
         try:
             await self._send(call, sending)
-            self._finish(await call, sending, shape.block_bytes)
+            self._finish(await self._answer(call), sending, shape.block_bytes)
         finally:
             call.cancel()
+
+    async def _answer(self, call: "aio.StreamUnaryCall[bytes, pb.WriteBlocksResponse]") -> pb.WriteBlocksResponse:
+        """Waits for the answer; whoever answers has let go of the blocks."""
+        try:
+            response = await call
+        except grpc.RpcError as error:
+            self._may_land = self._may_land and rpc.error_from(error) is None
+            raise
+        self._may_land = False
+        return response
 
     async def _send(self, call: "aio.StreamUnaryCall[bytes, pb.WriteBlocksResponse]", sending: Sending) -> None:
         """Writes all frames; stops where the call is over, whose status its result tells."""
@@ -77,6 +98,7 @@ class Push:
             async for frame in sending.frames():
                 if self._is_given_up:
                     break
+                self._may_land = True
                 await call.write(frame)
             await call.done_writing()
         except (grpc.RpcError, asyncio.InvalidStateError):

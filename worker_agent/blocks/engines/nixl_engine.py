@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ayni.blocks.ids import as_ids
-from ayni.blocks.layouts import LayoutDescriptor, LayoutHandle, StorageKind
+from ayni.blocks.layouts import AxisOrder, LayoutConfig, LayoutDescriptor, LayoutHandle, LayoutKind, StorageKind
 from ayni.blocks.messages import error_of
 from ayni.blocks.metadata import EngineExport, WorkerMetadata
 from ayni.errors import Deadline, IncompatibleLayout, Unsupported
@@ -27,6 +27,7 @@ from worker_agent.blocks.engines.nixl_envelope import Envelope, decode, encode
 from worker_agent.blocks.engines.nixl_link import NAME, NixlLink
 from worker_agent.blocks.engines.nixl_memory import addressed
 from worker_agent.blocks.engines.nixl_owner import NixlOwner
+from worker_agent.blocks.engines.warm_up import MOST_WARM_UP_BYTES
 from worker_agent.blocks.geometry import Geometry
 from worker_agent.blocks.host_memory import allocate_host
 from worker_agent.blocks.memory import Memory
@@ -147,7 +148,9 @@ def _lent(peer: WorkerMetadata, envelope: Envelope, name: str) -> list[LayoutDes
 async def _warm_up(link: NixlLink, remote: LayoutDescriptor, deadline: float) -> None:
     """Reads one block, so that a link that exists works; the first request also makes the connection."""
     one = as_ids([0])
-    geometry = Geometry(config=replace(remote.config, num_blocks=1), axis_order=remote.axis_order)
+    if remote.config.block_bytes > MOST_WARM_UP_BYTES:
+        remote = _first_byte(remote)
+    geometry = Geometry(config=replace(remote.config, num_blocks=1, alignment_bytes=1), axis_order=remote.axis_order)
     local = allocate_host(geometry)
     ticket = link.pull(Move(remote=remote, remote_blocks=one, local=local, local_blocks=one, deadline=deadline))
     await asyncio.wait({ticket.outcome})
@@ -155,3 +158,9 @@ async def _warm_up(link: NixlLink, remote: LayoutDescriptor, deadline: float) ->
         raise error_of(failure)
     await asyncio.wait({ticket.quiesced})
     link.forget_memory(local)
+
+
+def _first_byte(layout: LayoutDescriptor) -> LayoutDescriptor:
+    """Returns the first byte of a layout, as if it were a layout. It is read in place, so the peer need not know."""
+    config = LayoutConfig(num_blocks=1, num_layers=1, outer_dim=1, page_size=1, inner_dim=1, dtype_width_bytes=1)
+    return replace(layout, config=config, kind=LayoutKind.FULLY_CONTIGUOUS, axis_order=AxisOrder.UNKNOWN)

@@ -19,6 +19,7 @@ from worker_agent.blocks.engines.shm_messages import PoolRequest, ShmExport, dec
 from worker_agent.blocks.engines.shm_process import PeerProcess
 from worker_agent.blocks.engines.shm_pull import Lent
 from worker_agent.blocks.engines.shm_socket import credentials, receive, send
+from worker_agent.blocks.engines.warm_up import MOST_WARM_UP_BYTES
 from worker_agent.blocks.geometry import Geometry
 from worker_agent.blocks.memory import WHOLE
 from worker_agent.blocks.pools import MappedPool, PoolFiles, map_pool
@@ -91,8 +92,9 @@ class Dialer:
 
 
 def _map_and_read(layout: LayoutDescriptor, files: PoolFiles, peer: str) -> MappedPool:
-    """Maps a pool and reads its first block, so that a link that exists works."""
+    """Maps a pool and reads its first block, so that a link that exists works. All pages are there once mapped."""
     geometry = Geometry(config=layout.config, kind=layout.kind, axis_order=layout.axis_order)
     pool = map_pool(geometry, files, peer)
-    pool.memory.read(np.array([0]), WHOLE, np.empty((1, layout.config.block_bytes), np.uint8))
+    if layout.config.block_bytes <= MOST_WARM_UP_BYTES:
+        pool.memory.read(np.array([0]), WHOLE, np.empty((1, layout.config.block_bytes), np.uint8))
     return pool

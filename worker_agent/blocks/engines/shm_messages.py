@@ -5,6 +5,7 @@ it: the socket is open to every program of the user.
 """
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -132,6 +133,9 @@ def _decode(data: bytes, what: str, build: Callable[[Any], T]) -> T:
 
 
 def _export_of(values: Any) -> ShmExport:
+    # A lone surrogate can't be encoded, which is a ValueError as well.
+    if b"\0" in os.fsencode(values["folder"]):
+        raise ValueError(f"folder {values['folder']!r} has a zero in it")
     if not Path(values["folder"]).is_absolute():
         raise ValueError(f"folder {values['folder']!r} is not absolute")
     if len(values["layouts"]) > MAX_LAYOUTS:

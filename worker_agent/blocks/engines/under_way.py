@@ -25,6 +25,8 @@ class Progress:
     def __init__(self, num_blocks: int, block_bytes: int) -> None:
         """Starts with none done."""
         self.is_done: Flags = np.zeros(num_blocks, np.bool_)
+        self.settle: Callable[[], Coroutine[None, None, None]] | None = None
+        """Returns once no byte can land, where the end of the copying does not tell; None: it does."""
         self._block_bytes = block_bytes
         self._failures: dict[int, Failure] = {}
 
@@ -67,9 +69,9 @@ class MovesUnderWay:
         return running.ticket
 
     async def end(self) -> None:
-        """Ends all moves with PEER_LOST; returns once no byte can land."""
+        """Ends all moves with PEER_LOST; returns once no byte can land, or nobody can be asked any more."""
         for running in self._running:
-            running.stop(PeerLost(f"{self._peer} was forgotten", peer=self._peer, detail="forgotten"))
+            running.end(PeerLost(f"{self._peer} was forgotten", peer=self._peer, detail="forgotten"))
         if tasks := [running.task for running in self._running if running.task]:
             await asyncio.wait(tasks)
 
@@ -78,6 +80,7 @@ class _Running:
     def __init__(self, move: Move, progress: Progress, peer: str) -> None:
         self._loop = asyncio.get_running_loop()
         self._stopped: asyncio.Future[AyniError] = self._loop.create_future()
+        self._forgotten: asyncio.Future[None] = self._loop.create_future()
         self._move, self._progress, self._peer = move, progress, peer
         self._began = self._loop.time()
         self.ticket = Ticket(lambda: self.stop(Cancelled(f"the caller gave up the transfer with {peer}")))
@@ -87,6 +90,11 @@ class _Running:
         if not self._stopped.done():
             self._stopped.set_result(why)
 
+    def end(self, why: AyniError) -> None:
+        self.stop(why)
+        if not self._forgotten.done():
+            self._forgotten.set_result(None)
+
     async def live(self, carry_out: CarryOut) -> None:
         work = self._loop.create_task(carry_out(self._progress))
         try:
@@ -94,11 +102,21 @@ class _Running:
             first: set[asyncio.Future[Any]] = {work, self._stopped}
             await asyncio.wait(first, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             self.ticket.outcome.set_result(self._progress.result(self._why(work)))
+            await _ended(work)
+            await self._settle()
         finally:
-            work.cancel()
-            await asyncio.wait({work})
-            work.cancelled() or work.exception()
+            await _ended(work)
             self.ticket.quiesced.set_result(None)
+
+    async def _settle(self) -> None:
+        """Waits until no byte can land, at most until the peer is forgotten."""
+        if self._progress.settle is None:
+            return
+        settling = self._loop.create_task(self._progress.settle())
+        either: set[asyncio.Future[Any]] = {settling, self._forgotten}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if error := await _ended(settling):
+            _log.error("can't say whether bytes may still land at %s", self._peer, exc_info=error)
 
     def _why(self, work: "asyncio.Task[None]") -> AyniError:
         if not work.done():
@@ -114,3 +132,10 @@ class _Running:
         seconds = self._loop.time() - self._began
         what = f"the transfer with {self._peer}"
         return Deadline(f"{what} did not end within {seconds:.3g} s", waiting_for=what, timeout=seconds)
+
+
+async def _ended(task: "asyncio.Task[None]") -> BaseException | None:
+    """Ends a task; returns its error."""
+    task.cancel()
+    await asyncio.wait({task})
+    return None if task.cancelled() else task.exception()

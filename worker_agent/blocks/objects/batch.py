@@ -14,8 +14,12 @@ from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 from ayni.errors import AyniError, Cancelled, Deadline, Fault, StorageFailed
+from worker_agent.blocks.objects.store import StoreFailed
 
 Outcome = TypeVar("Outcome")
+
+_LEAST_PATIENCE = 8
+"""Keys in a row for which the store must fail before it is given up, however few are asked for at a time."""
 
 _log = logging.getLogger(__name__)
 
@@ -50,13 +54,13 @@ class Batch(Generic[Outcome]):
         Args:
             work: does one key, given its place; blocks; touches a block only inside `touching`.
             threads: where it is done.
-            num_threads: keys that are done at the same time. As many keys in a row that fail because of the store
-                are taken to mean that the store is gone, and the others are not tried.
+            num_threads: keys that are done at the same time. As many keys in a row for which the store itself fails,
+                and not a block, are taken to mean that it is gone, and the others are not tried.
         """
         self._timer = self._loop.call_at(self._deadline, self._end, self._too_late())
         self._num_threads = min(num_threads, len(self._outcomes))
         for _ in range(self._num_threads):
-            threads.submit(self._run, work, num_threads)
+            threads.submit(self._run, work, max(num_threads, _LEAST_PATIENCE))
         if not self._num_threads:
             self._end(None)
         return self
@@ -120,7 +124,7 @@ class Batch(Generic[Outcome]):
         try:
             outcome = work(place)
         except AyniError as error:
-            self._note(error if isinstance(error, StorageFailed) else None, patience)
+            self._note(error if isinstance(error, StoreFailed) else None, patience)
             return self._failed(error)
         except Exception as error:
             _log.exception("%s", self._what)
@@ -128,12 +132,19 @@ class Batch(Generic[Outcome]):
         self._note(None, patience)
         return outcome
 
-    def _note(self, error: StorageFailed | None, patience: int) -> None:
-        """Counts failures of the store in a row; None means that it answered."""
+    def _note(self, error: StoreFailed | None, patience: int) -> None:
+        """Counts keys in a row for which the store failed; None is one for which it did not."""
         with self._lock:
             self._num_lost = self._num_lost + 1 if error else 0
-            if self._num_lost >= patience:
-                self._lost = error
+            if error and self._num_lost >= patience:
+                self._lost = self._lost or self._given_up(error)
+
+    def _given_up(self, error: StoreFailed) -> StorageFailed:
+        return StorageFailed(
+            f"the {self._what} stopped before this key: the store stopped answering, it failed for {self._num_lost} "
+            f"keys in a row, at last: {error}",
+            **error.metadata,
+        )
 
     def _end(self, error: AyniError | None) -> None:
         """Ends the batch; keys without an outcome fail with the error."""

@@ -4,8 +4,10 @@ A claim is a small object beside the one that it is about. It holds until its de
 in exchange for the version that was read, so that of several takers one wins. Every takeover counts the fence up by
 one: a holder that comes back late sees a higher number than its own and knows that the claim is lost.
 
-What is ugly: clocks of different machines decide. A clock that is ahead by more than a claim's validity takes claims
-too early; then two store the same key, and since equal keys mean equal bytes, only the work is wasted.
+What is ugly: clocks of different machines decide. One that is ahead takes claims over too early by as much as it is
+ahead, at once if that is their validity. One that is behind waits longer by as much as it is behind; if that is more
+than the asker's validity, the claim looks as if it came from a clock gone wrong and is taken at once too. Where it is
+too early, two store the same key, and since equal keys mean equal bytes, only the work is wasted.
 """
 
 import json
@@ -64,7 +66,7 @@ def decode(data: bytes) -> Claim | None:
     """Returns the claim that a lock's content stands for; None when it stands for none."""
     try:
         values = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     names = {field.name for field in fields(Claim)}
     if not isinstance(values, dict) or not names <= values.keys() or not _is_sound(values):

@@ -80,7 +80,11 @@ def _wait_for(lock: int, path: Path, timeout_s: float) -> None:
 
 def _sweep(root: Path) -> None:
     for folder in root.iterdir():
-        lock = _open_lock(folder / "lock")
+        try:
+            lock = _open_lock(folder / "lock")
+        except (FileNotFoundError, NotADirectoryError):
+            # Its owner is just closing it, or somebody's file strayed in here.
+            continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -43,6 +43,7 @@ class Flaw(Enum):
 
     SHORT = "short"
     LONG = "long"
+    """Somebody else's, since what this program leaves unfinished is short."""
     MAGIC = "magic"
     """Somebody else's file."""
     VERSION = "version"
@@ -51,6 +52,11 @@ class Flaw(Enum):
     RANK = "rank"
     KEY = "key"
     CHECKSUM = "checksum"
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether the object is a spoiled one of this key, which may be replaced; others may be somebody's."""
+        return self in (Flaw.SHORT, Flaw.CHECKSUM)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,6 +102,9 @@ def flaw_of(data: memoryview, identity: Identity) -> Flaw | None:
         identity: what it must be.
     """
     start = bytes(data[: len(_MAGIC)])
+    if data and not any(data[:HEADER_BYTES]):
+        # What a loss of power leaves of a file whose bytes had not reached the disk.
+        return flaw_of_size(len(data), identity) or Flaw.CHECKSUM
     if not data or start != _MAGIC[: len(start)]:
         return Flaw.MAGIC if data else Flaw.SHORT
     if len(data) < HEADER_BYTES:
@@ -112,21 +121,31 @@ def failure_of(flaw: Flaw, name: str, identity: Identity) -> Failure:
         name: what the object is called in its store.
         identity: what it should have been.
     """
-    message = f"the object {name} counts as absent: {_sentence(flaw, identity)}"
+    return _failure("counts as absent", flaw, name, identity)
+
+
+def refusal_of(flaw: Flaw, name: str, identity: Identity) -> Failure:
+    """Returns what callers are told would store an object where somebody else's is; otherwise as `failure_of`."""
+    return _failure("is in the way and was left as it is", flaw, name, identity)
+
+
+def _failure(what: str, flaw: Flaw, name: str, identity: Identity) -> Failure:
+    message = f"the object {name} {what}: {_sentence(flaw, identity)}"
     return Failure.of(UnknownObject(message, key=identity.key, detail=flaw.value))
 
 
 def _sentence(flaw: Flaw, identity: Identity) -> str:
     match flaw:
-        case Flaw.SHORT | Flaw.LONG:
-            relation = "fewer" if flaw is Flaw.SHORT else "more"
-            return f"it has {relation} bytes than the {identity.object_bytes} of a whole one; store it again"
+        case Flaw.SHORT:
+            return f"it has fewer bytes than the {identity.object_bytes} of a whole one; store it again"
+        case Flaw.LONG:
+            return f"it has more bytes than the {identity.object_bytes} of a whole one; delete it and store it again"
         case Flaw.CHECKSUM:
-            return "its bytes do not match their checksum; delete it and store it again"
+            return "its bytes do not match their checksum; store it again"
         case Flaw.MAGIC:
             return "it was not written by this program; delete it or use another prefix"
         case Flaw.VERSION:
-            return "it has a version that this program can't read; use another prefix for other versions"
+            return "it has a version that this program can't read; delete it or use another prefix for other versions"
         case _:
             return f"it says another {flaw.value} than its name does; somebody moved it there; delete it"
 

@@ -69,6 +69,8 @@ def _open_folder(config: ObjectStoreConfig, root: Path) -> tuple[ObjectStore, st
                 detail="file",
             )
     folder = folder_under(root, config.bucket, "object_store.bucket")
+    # Names with links out of the root would be written through them.
+    folder_under(root, f"{config.bucket}/{config.prefix.rpartition('/')[0]}", "object_store.prefix")
     return FileStore(folder, timeout_s=config.request_timeout_s), str(folder)
 
 

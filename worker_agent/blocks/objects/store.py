@@ -4,6 +4,8 @@ All calls block, may come from any thread, and end within the time that the stor
 bytes, not blocks. A name that is not there is an answer, never an error; an error means that the store could not say.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -58,6 +60,54 @@ class ObjectStore(Protocol):
 
     def close(self) -> None:
         """Gives everything back; no call follows."""
+
+
+class StoreFailed(StorageFailed):
+    """A call of the store itself failed, and not what was done with its answer."""
+
+
+class Asked:
+    """A store whose failures are StoreFailed, so that they are not taken for those of the memory of blocks."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        """Takes a store, which stays its opener's."""
+        self._store = store
+
+    def has(self, name: str) -> int | None:
+        """See ObjectStore."""
+        with _told_apart():
+            return self._store.has(name)
+
+    def put_if_absent(self, name: str, data: memoryview) -> bool:
+        """See ObjectStore."""
+        with _told_apart():
+            return self._store.put_if_absent(name, data)
+
+    def put_if_match(self, name: str, data: memoryview, version: str) -> bool:
+        """See ObjectStore."""
+        with _told_apart():
+            return self._store.put_if_match(name, data, version)
+
+    def get(self, name: str, buffer: memoryview) -> Stored | None:
+        """See ObjectStore."""
+        with _told_apart():
+            return self._store.get(name, buffer)
+
+    def delete(self, name: str) -> None:
+        """See ObjectStore."""
+        with _told_apart():
+            self._store.delete(name)
+
+    def close(self) -> None:
+        """Does nothing: the opener closes the store."""
+
+
+@contextmanager
+def _told_apart() -> Iterator[None]:
+    try:
+        yield
+    except StorageFailed as error:
+        raise StoreFailed(error.message, **error.metadata) from error
 
 
 def too_large(name: str, size: int, limit: int) -> TooLarge:

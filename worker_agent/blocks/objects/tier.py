@@ -30,11 +30,15 @@ from worker_agent.blocks.objects.object_format import (
     failure_of,
     flaw_of,
     flaw_of_size,
+    refusal_of,
     write_header,
 )
-from worker_agent.blocks.objects.store import ObjectStore
+from worker_agent.blocks.objects.store import Asked, ObjectStore, Stored
 
 DEFAULT_REQUESTS = 16
+
+_LONGEST_VALIDITY_S = 1e12
+"""So that the deadline of a claim stays a number that others take for one."""
 
 _log = logging.getLogger(__name__)
 
@@ -59,15 +63,15 @@ class ObjectTier:
             instance_id: of the group that claims are made for.
             max_requests: keys that are asked for at the same time.
         """
-        self._store, self._shelf, self._block_bytes = store, shelf, block_bytes
-        self._locks = KeyLocks(store, shelf, instance_id)
+        self._store, self._shelf, self._block_bytes = Asked(store), shelf, block_bytes
+        self._locks = KeyLocks(self._store, shelf, instance_id)
         self._max_requests = max_requests
         self._threads = ThreadPoolExecutor(max_requests, thread_name_prefix="objects")
         self._look_ups = ThreadPoolExecutor(max_requests, thread_name_prefix="object look-ups")
         """Of their own: a look-up does not wait for a long put."""
         self._own = threading.local()
-        self._damaged: set[str] = set()
-        """Objects of ours whose bytes were found to be others: they count as absent, so that a put replaces them."""
+        self._flaws: dict[str, Flaw] = {}
+        """Of objects of the right size that can't be loaded: they count as absent, and a put looks at them again."""
 
     def has(self, keys: Sequence[bytes], deadline: float) -> Batch[Presence]:
         """Says for each key whether an object of the right size is there.
@@ -92,10 +96,11 @@ class ObjectTier:
             deadline: moment on the event loop's clock.
 
         Raises:
-            BadRequest: the lengths differ.
+            BadRequest: the lengths differ, or the validity is none.
             IncompatibleLayout: the blocks have another size than this tier's objects.
         """
         self._check(memory, blocks, keys)
+        _check_validity(lock_validity_s)
         batch = Batch("put", len(keys), _failed, deadline)
         store = partial(self._put, batch, memory, lock_validity_s)
         return batch.begin(lambda place: store(blocks[place], keys[place]), self._threads, self._max_requests)
@@ -121,24 +126,18 @@ class ObjectTier:
         size = self._store.has(name)
         if size is None:
             return Presence(state=PresenceState.ABSENT)
-        if flaw := flaw_of_size(size, identity) or (Flaw.CHECKSUM if name in self._damaged else None):
+        if flaw := flaw_of_size(size, identity) or self._flaws.get(name):
             return Presence(state=PresenceState.ABSENT, failure=failure_of(flaw, name, identity))
         return Presence(state=PresenceState.PRESENT, size_bytes=identity.payload_bytes)
 
     def _get(self, batch: Batch[KeyOutcome], memory: Memory, block: int, key: bytes) -> KeyOutcome:
         identity = self._identity(key)
         name = self._shelf.object_name(identity.key)
-        try:
-            stored = self._store.get(name, self._buffer(identity).data)
-        except TooLarge:
-            return _absent(Flaw.LONG, name, identity)
+        stored, flaw = self._read(name, identity, self._buffer(identity))
+        if flaw:
+            return KeyOutcome(state=OutcomeState.ABSENT, failure=failure_of(flaw, name, identity))
         if stored is None:
             return KeyOutcome(state=OutcomeState.ABSENT)
-        if flaw := flaw_of(stored.data, identity):
-            if flaw is Flaw.CHECKSUM:
-                self._damaged.add(name)
-            return _absent(flaw, name, identity)
-        self._damaged.discard(name)
         with batch.touching():
             memory.write(np.array([block]), WHOLE, _payload(np.frombuffer(stored.data, np.uint8)))
         return KeyOutcome(state=OutcomeState.DONE, size_bytes=identity.payload_bytes)
@@ -154,7 +153,8 @@ class ObjectTier:
             return KeyOutcome(state=OutcomeState.ALREADY_PRESENT, size_bytes=identity.payload_bytes)
         with self._locks.held(identity.key, lock_validity_s):
             outcome = self._store_object(identity, pack())
-            self._mark(identity.key)
+            if outcome.is_success:
+                self._mark(identity.key)
             return outcome
 
     def _pack(self, batch: Batch[KeyOutcome], memory: Memory, block: int, identity: Identity) -> memoryview:
@@ -168,17 +168,47 @@ class ObjectTier:
         name = self._shelf.object_name(identity.key)
         for _ in range(2):
             if self._store.put_if_absent(name, data):
-                self._damaged.discard(name)
+                self._flaws.pop(name, None)
                 return KeyOutcome(state=OutcomeState.DONE, size_bytes=identity.payload_bytes)
             if self._is_there(identity):
                 return KeyOutcome(state=OutcomeState.ALREADY_PRESENT, size_bytes=identity.payload_bytes)
-            # Cut short or damaged, so that every reader takes it for absent: nobody misses it.
-            self._store.delete(name)
+            if outcome := self._replace(name, identity, data):
+                return outcome
         raise StorageFailed(f"{name} is made and cut short again and again by others", place=name, detail="contended")
 
     def _is_there(self, identity: Identity) -> bool:
         name = self._shelf.object_name(identity.key)
-        return name not in self._damaged and self._store.has(name) == identity.object_bytes
+        return name not in self._flaws and self._store.has(name) == identity.object_bytes
+
+    def _replace(self, name: str, identity: Identity, data: memoryview) -> KeyOutcome | None:
+        """Puts an object in place of a spoiled one; None when that became another one meanwhile, or none."""
+        # Memory of its own: the thread's room holds what is to be stored.
+        stored, flaw = self._read(name, identity, np.empty(identity.object_bytes, np.uint8))
+        if flaw and not flaw.is_ours:
+            return KeyOutcome(state=OutcomeState.FAILED, failure=refusal_of(flaw, name, identity))
+        if stored is None:
+            return None
+        if not flaw:
+            return KeyOutcome(state=OutcomeState.ALREADY_PRESENT, size_bytes=identity.payload_bytes)
+        # Only the version that was found spoiled, never a whole one that another process stored meanwhile.
+        if not self._store.put_if_match(name, data, stored.version):
+            return None
+        self._flaws.pop(name, None)
+        return KeyOutcome(state=OutcomeState.DONE, size_bytes=identity.payload_bytes)
+
+    def _read(self, name: str, identity: Identity, buffer: Bytes) -> tuple[Stored | None, Flaw | None]:
+        """Reads an object, if there is one, and notes whether it is what it should be."""
+        try:
+            stored = self._store.get(name, buffer.data)
+            flaw = flaw_of(stored.data, identity) if stored else None
+        except TooLarge:
+            stored, flaw = None, Flaw.LONG
+        # A wrong size needs no note: whoever looks sees it, and sees when it is right again.
+        if flaw and stored and len(stored.data) == identity.object_bytes:
+            self._flaws[name] = flaw
+        else:
+            self._flaws.pop(name, None)
+        return stored, flaw
 
     def _mark(self, key: SequenceHash) -> None:
         try:
@@ -220,8 +250,12 @@ def _payload(data: Bytes) -> Bytes:
     return data[HEADER_BYTES:].reshape(1, -1)
 
 
-def _absent(flaw: Flaw, name: str, identity: Identity) -> KeyOutcome:
-    return KeyOutcome(state=OutcomeState.ABSENT, failure=failure_of(flaw, name, identity))
+def _check_validity(lock_validity_s: float | None) -> None:
+    if lock_validity_s is not None and not 0 < lock_validity_s < _LONGEST_VALIDITY_S:
+        raise BadRequest(
+            f"a claim can't hold for {lock_validity_s:g} s; give a finite time above 0, or none to make no claims",
+            field="lock_validity",
+        )
 
 
 def _failed(error: AyniError) -> KeyOutcome:
