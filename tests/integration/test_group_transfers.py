@@ -2,17 +2,13 @@
 
 import asyncio
 import threading
-import time
-from collections.abc import Coroutine
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 
 from ayni.blocks.ids import as_ids
-from ayni.blocks.layouts import AxisOrder, LocalLayout, Tier
-from ayni.blocks.metadata import ParallelismMode
+from ayni.blocks.layouts import AxisOrder, Tier
 from ayni.blocks.transfers import (
     Bounce,
     ObjectKeys,
@@ -22,48 +18,9 @@ from ayni.blocks.transfers import (
     TransferOutcome,
     TransferResult,
 )
-from ayni.errors import StorageFailed, UnknownLayout
-from coordinator_service.leader import GroupSettings, SpmdParallelWorkers
-from tests.support.fake_ranks import DEVICE, HOST, Fabric, FakeRank, make_group
-
-A, B = "a0000000-1111-4222-8333-444455556666", "b0000000-1111-4222-8333-444455556666"
-FULL = StorageFailed("the disk is full", place="", detail="")
-REPLICATED = ParallelismMode.REPLICATED_DATA
-
-
-def run(test: Coroutine[Any, Any, Any], limit_s: float = 15) -> Any:
-    """No test hangs: what waits for longer fails where it waits."""
-    return asyncio.run(asyncio.wait_for(test, limit_s))
-
-
-def leader(ranks: list[FakeRank], **settings) -> SpmdParallelWorkers:
-    return SpmdParallelWorkers(ranks, settings=GroupSettings(**settings))
-
-
-async def joined(here: int, there: int, total_heads: int = 16, **arguments):
-    """Returns two connected groups: ranks and leader of each; this one reads the other."""
-    fabric = Fabric()
-    ours = make_group(fabric, A, here, total_heads, **arguments)
-    theirs = make_group(fabric, B, there, total_heads, **arguments)
-    group, other = leader(ours), leader(theirs)
-    await group.connect_remote(B, await other.export_metadata())
-    return ours, theirs, group, other
-
-
-def whole(ranks: list[FakeRank], place: LocalLayout = HOST) -> np.ndarray:
-    """Returns the undivided blocks of a group: heads of all ranks side by side."""
-    return np.concatenate([rank.array(place) for rank in ranks], axis=4)
-
-
-def copies(ranks: list[FakeRank], place: LocalLayout = HOST) -> list[np.ndarray]:
-    return [rank.array(place).copy() for rank in ranks]
-
-
-def check_moved(now: np.ndarray, before: np.ndarray, source: np.ndarray, sources: list[int], ids: list[int]) -> None:
-    """Destination blocks are the source blocks; all other blocks are as before."""
-    assert (now[ids] == source[sources]).all()
-    others = [block for block in range(len(now)) if block not in ids]
-    assert (now[others] == before[others]).all()
+from ayni.errors import UnknownLayout
+from tests.support.fake_ranks import DEVICE, HOST
+from tests.support.group_pairs import FULL, REPLICATED, A, B, check_moved, copies, ended, joined, leader, run, whole
 
 
 @pytest.mark.fact("T98", "T101")
@@ -110,7 +67,7 @@ def test_blocks_survive_a_round_trip_through_a_group_of_another_size():
         waves = [([6, 7, 8], [10, 11, 12]), ([11, 10, 9], [5, 4, 3])]
         await asyncio.gather(
             *(
-                _ended(other.execute_remote_onboard_for_instance(A, Tier.HOST, *wave[:1], HOST, wave[1]))
+                ended(other.execute_remote_onboard_for_instance(A, Tier.HOST, *wave[:1], HOST, wave[1]))
                 for wave in waves
             )
         )
@@ -410,100 +367,3 @@ def test_objects_are_stored_by_all_ranks_or_divided_among_them(mode):
             check_moved(rank.array(DEVICE), old, rank.array(HOST), [6, 4, 6], [1, 2, 3])
 
     run(test())
-
-
-def test_cancel_reaches_every_rank_and_waiters_do_not_cancel():
-    async def test():
-        ours, _, group, _ = await joined(2, 2)
-        gate = asyncio.Event()
-        ours[0].gate = ours[1].gate = gate
-        note = group.execute_local_transfer(HOST, DEVICE, [0, 1], [2, 3])
-        waiter = asyncio.ensure_future(note.result())
-        await ours[1].arrived.wait()
-        waiter.cancel()
-        await asyncio.gather(waiter, return_exceptions=True)
-        assert note.could_yield()
-        note.cancel()
-        with pytest.raises(TransferFailed) as caught:
-            await note
-        assert caught.value.reasons == {"CANCELLED"}
-        await note.quiesced()
-        note.cancel()
-
-    run(test())
-
-
-@pytest.mark.fact("T125")
-def test_rank_that_never_answers_is_late_and_its_blocks_stay_busy_until_it_does():
-    async def test():
-        ours, _, group, _ = await joined(2, 2)
-        ours[1].gate, ours[1].is_frozen = asyncio.Event(), True
-        start = time.monotonic()
-        note = group.execute_local_transfer(HOST, DEVICE, [0], [2], TransferOptions(timeout_s=0.2, drain_s=0.1))
-        with pytest.raises(TransferFailed, match=r"rank 1: 1 of 1 blocks, .*DEADLINE.*bytes may still land") as caught:
-            await note
-        assert 0.2 <= time.monotonic() - start < 1.2
-        assert [(one.is_done, one.quiesced) for one in caught.value.result.outcomes] == [(True, True), (False, False)]
-        quiesced = asyncio.ensure_future(note.quiesced())
-        await asyncio.wait({quiesced}, timeout=0.01)
-        assert not quiesced.done()
-        ours[1].gate.set()
-        await quiesced
-        ours[1].gate = None
-        await group.execute_local_transfer(HOST, DEVICE, [0], [2])
-
-    run(test())
-
-
-def test_failed_rank_is_waited_for_until_its_bytes_have_landed():
-    async def test():
-        ours, _, group, _ = await joined(2, 2)
-        draining = _Draining()
-        ours[1].execute_local_transfer = lambda *_: draining
-        note = group.execute_local_transfer(HOST, DEVICE, [0], [2], TransferOptions(timeout_s=5, drain_s=2))
-        await draining.asked.wait()
-        assert note.could_yield()
-        draining.landed.set()
-        result = await note.result()
-        assert result.quiesced
-        assert not result.is_done
-
-    run(test())
-
-
-def test_closing_ends_what_is_under_way():
-    async def test():
-        ours, _, group, _ = await joined(2, 2)
-        ours[0].gate, ours[0].is_frozen = asyncio.Event(), True
-        note = group.execute_local_transfer(HOST, DEVICE, [0], [2])
-        await ours[1].task
-        await group.close()
-        result = await note.result()
-        assert [one.is_done for one in result.outcomes] == [False, True]
-        assert "CANCELLED" in str(TransferFailed(result))
-        ours[0].gate.set()
-        await ours[0].task
-
-    run(test())
-
-
-class _Draining:
-    """A transfer that failed at once, and whose last bytes land later."""
-
-    def __init__(self) -> None:
-        self.landed, self.asked = asyncio.Event(), asyncio.Event()
-
-    async def result(self) -> TransferResult:
-        failed = TransferOutcome(rank=1, num_done=0, failures=(), quiesced=False)
-        return TransferResult(outcomes=(failed,))
-
-    async def quiesced(self) -> None:
-        self.asked.set()
-        await self.landed.wait()
-
-    def cancel(self) -> None:
-        """Does nothing."""
-
-
-async def _ended(note: Any) -> TransferResult:
-    return await note
