@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections import Counter
 from functools import partial
 
 import numpy as np
@@ -140,7 +141,9 @@ def test_nothing_is_left_behind_by_calls_that_fail():
 
 
 def _holds(agent: ServeAgent, before: tuple[list[str], int]) -> bool:
-    return held(agent) == before
+    """Says whether an agent holds no more than before, when something may still have been on its way out."""
+    files, num_mappings = held(agent)
+    return Counter(files) <= Counter(before[0]) and num_mappings <= before[1]
 
 
 def test_sockets_of_killed_agents_are_gone_once_another_one_starts():
