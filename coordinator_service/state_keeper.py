@@ -48,7 +48,10 @@ class StateKeeper:
     async def keep(self) -> None:
         """Stores every state that is due, for ever. A state that can't be stored is given up; the run goes on."""
         while True:
-            if steps := self._due():
+            if steps := self._missed():
+                _log.error("the state behind step %d was not stored: a worker could not publish it", steps)
+                self._settle(steps)
+            elif steps := self._due():
                 await self._store(steps)
             else:
                 await self._run.changed.wait()
@@ -84,6 +87,22 @@ class StateKeeper:
         is_new = steps > max(self._run.progress.settled_steps, self._run.progress.first_step)
         return steps if is_new and steps % self._config.store_every == 0 else 0
 
+    def _missed(self) -> int:
+        """Returns the newest due step that a member has gone past without having published it; 0 for none.
+
+        A member that has published a step waits until that is settled; one that is past it skipped it, and the others
+        must not wait for what can't come.
+        """
+        every = self._config.store_every
+        newest = max((seat.published_steps for seat in self._seats()), default=0)
+        missed = (newest - 1) // every * every if every and newest else 0
+        return missed if missed > max(self._run.progress.settled_steps, self._run.progress.first_step) else 0
+
+    def _settle(self, steps: int) -> None:
+        """Lets the workers replace what they published."""
+        self._run.progress.settled_steps = steps
+        self._run.changed.notify()
+
     def _seats(self) -> list[Seat]:
         return [seat for _, seat in sorted(self._run.epochs.seats.items()) if seat.member.ready]
 
@@ -103,8 +122,7 @@ class StateKeeper:
         except Exception:
             _log.exception("the state behind step %d was not stored", steps)
         finally:
-            progress.settled_steps = steps
-            self._run.changed.notify()
+            self._settle(steps)
 
     async def _put(self, steps: int, timeout_s: float) -> int:
         """Puts all blocks, block 0 last; returns their bytes."""
