@@ -7,6 +7,10 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 # Without what it asks for: a build of torch with CUDA, which moving blocks of host memory does not need.
 NIXL ?= 'nixl-cu12>=1.5,<1.6'
+# Of all fuzzers together.
+FUZZ_SECONDS ?= 600
+# Fixes what happens to a run, and when.
+SEED ?= 1
 SETUP := $(VENV)/.setup-done
 PYTEST := $(BIN)/python -m pytest
 
@@ -14,7 +18,7 @@ PYTEST := $(BIN)/python -m pytest
 ONE_THREAD := OMP_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup proto fmt check test bench train pretrain equality stubs clean
+.PHONY: help setup proto fmt check test fuzz chaos bench train pretrain equality stubs clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,7 +32,7 @@ $(SETUP): pyproject.toml
 	  { echo "Python can't make virtual environments here. On Debian: apt-get install python3-venv" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[train,plot,data,s3,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[train,plot,data,s3,postgres,dev]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(NIXL)
 	@touch $@
 
@@ -53,6 +57,13 @@ check: $(SETUP) ## formats, lint, types, imports, schema, stubs, unit ring
 
 test: check ## check, then the integration and fault rings
 	$(ONE_THREAD) $(PYTEST) tests/integration tests/fault
+
+fuzz: $(SETUP) ## hostile calls and damaged frames at live servers and the codec, FUZZ_SECONDS=600
+	$(ONE_THREAD) $(BIN)/python tests/fuzz/codec.py --seconds $$(($(FUZZ_SECONDS) / 10))
+	$(ONE_THREAD) $(BIN)/python tests/fuzz/servers.py --seconds $$(($(FUZZ_SECONDS) - $(FUZZ_SECONDS) / 10))
+
+chaos: $(SETUP) ## kill, stop and cut off the processes of a run, SEED=1, and show that nothing is lost
+	$(ONE_THREAD) $(BIN)/python scripts/chaos.py --seed $(SEED)
 
 bench: $(SETUP) ## all-reduce and blocks against the same bytes moved barely; two JSON objects
 	$(ONE_THREAD) $(BIN)/python tests/bench/all_reduce.py

@@ -5,7 +5,7 @@ from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 
-from ayni.endpoints import ClientTls, ServerTls
+from ayni.endpoints import ClientTls, ServerLimits, ServerTls
 from ayni.run_config import RunConfig
 
 
@@ -27,6 +27,13 @@ class Timeouts:
     """How long the workers may take to store a published state before it is given up."""
     shutdown: timedelta = timedelta(seconds=20)
     """How long the coordinator waits at the end for its workers to leave."""
+    comeback: timedelta = timedelta(seconds=1)
+    """How long a coordinator that was started again waits, once enough workers are back, for the others that were there
+    before."""
+    rejoin: timedelta = timedelta(seconds=30)
+    """How long the run waits for a worker that holds its newest state, before it goes on from a stored one."""
+    onboard: timedelta = timedelta(minutes=2)
+    """How long a worker may take to get the run's state from another one, before it is offered elsewhere."""
 
     def __post_init__(self) -> None:
         """Checks the ladder."""
@@ -34,8 +41,28 @@ class Timeouts:
         if any(lower >= higher for (_, lower), (_, higher) in pairwise(ladder)):
             steps = " < ".join(f"{name} ({value.total_seconds():g} s)" for name, value in ladder)
             raise ValueError(f"each timeout must be longer than the one before it: {steps}")
-        if min(self.heartbeat_interval, self.drain, self.store, self.shutdown) <= timedelta(0):
-            raise ValueError("heartbeat_interval, drain, store and shutdown must be longer than 0 s")
+        positive = ("heartbeat_interval", "drain", "store", "shutdown", "comeback", "rejoin", "onboard")
+        if short := [name for name in positive if getattr(self, name) <= timedelta(0)]:
+            raise ValueError(f"{', '.join(short)} must be longer than 0 s")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StragglerConfig:
+    """When a worker counts as late: median + mad_factor x MAD of the workers' arrival times, within bounds."""
+
+    shortest: timedelta = timedelta(seconds=2)
+    """Nobody is late before this."""
+    longest: timedelta = timedelta(seconds=60)
+    """Everybody is late after this, and while too few arrivals are known."""
+    mad_factor: float = 6.0
+    """How many median absolute deviations above the median an arrival is late."""
+
+    def __post_init__(self) -> None:
+        """Checks ranges."""
+        if not timedelta(0) < self.shortest <= self.longest:
+            raise ValueError("stragglers.shortest must be longer than 0 s and at most stragglers.longest")
+        if not self.mad_factor > 0:
+            raise ValueError(f"stragglers.mad_factor is {self.mad_factor}; it must be above 0")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +80,9 @@ class RunFile(RunConfig):
     """File with the join token. AYNI_TOKEN in the environment does as well. One of them is required."""
     state_dir: Path = Path("ayni-state")
     """Folder for the runs' databases, one subfolder for each run id."""
+    database: str = ""
+    """Where the run's state is kept instead of in state_dir: postgresql://USER@HOST/DATABASE. For coordinators whose
+    disks are not durable."""
     fresh: bool = False
     """Throws away what an earlier run of the same id left in state_dir."""
     tls: ServerTls = field(default_factory=ServerTls)
@@ -77,6 +107,10 @@ class RunFile(RunConfig):
     """"debug", "info", "warning" or "error"."""
     timeouts: Timeouts = field(default_factory=Timeouts)
     """Every time that the coordinator waits."""
+    stragglers: StragglerConfig = field(default_factory=StragglerConfig)
+    """When a worker's micro-batches are given to others as well, because it is late."""
+    limits: ServerLimits = field(default_factory=ServerLimits)
+    """How much the coordinator's server takes at a time."""
 
     def __post_init__(self) -> None:
         """Checks sizes, names and what goes together."""

@@ -14,12 +14,13 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from ayni import frames
-from ayni.errors import AyniError, BadRequest, Deadline, Halted, StepVoided
+from ayni import failpoints, frames
+from ayni.errors import AyniError, BadRequest, Deadline
 from ayni.rpc import Context, refuse_stream
 from ayni.v1 import coordinator_pb2 as pb
 from coordinator_service import wire
 from coordinator_service.epochs import Seat
+from coordinator_service.live import Offer
 from coordinator_service.rounds import Exchange
 from coordinator_service.run import Run
 
@@ -51,7 +52,7 @@ class Contributions:
         try:
             exchange = self._open(seat, begin)
         except AyniError as error:
-            self._run.note_refusal(error, seat.member.name)
+            self._run.note_refusal(error, seat)
             raise
         try:
             await self._exchange(context, seat, exchange, response_class)
@@ -79,7 +80,13 @@ class Contributions:
         self._run.check_lease(seat, wire.key(begin.round))
         file, bucket = self._run.file, wire.bucket(begin)
         spec = wire.tensor(begin.round.tensor, bucket, file.wire_type, file.max_bucket_bytes)
-        return self._run.begin(seat, wire.key(begin.round), bucket, spec, wire.stats(begin.round.microbatches))
+        offer = Offer(
+            bucket=bucket,
+            spec=spec,
+            stats=wire.stats(begin.round.microbatches),
+            num_buckets=wire.num_buckets(begin.round),
+        )
+        return self._run.begin(seat, wire.key(begin.round), offer)
 
     async def _exchange(self, context: Context, seat: Seat, exchange: Exchange, response_class: Any) -> None:
         reader = asyncio.create_task(self._read(context, seat, exchange))
@@ -104,7 +111,9 @@ class Contributions:
         Waits for a client that does not read; the contribution's failure ends that.
         """
         file = self._run.file
-        accepted = pb.RoundAccepted(chunk_bytes=file.chunk_bytes, window_chunks=file.window_chunks)
+        accepted = pb.RoundAccepted(
+            chunk_bytes=file.chunk_bytes, window_chunks=file.window_chunks, already_held=exchange.is_held
+        )
         try:
             await context.write(response_class(accepted=accepted).SerializeToString())
             while (frame := await exchange.next_frame()) is not None:
@@ -118,8 +127,7 @@ class Contributions:
 
     async def _refuse(self, context: Context, seat: Seat, exchange: Exchange, reader: "asyncio.Task[None]") -> None:
         error = exchange.failure.result()
-        if not isinstance(error, StepVoided | Halted):
-            self._run.halt(error, seat.member.name)
+        self._run.note_failure(error, seat)
         await refuse_stream(context, reader, error, self._run.file.timeouts.drain, exchange.label)
 
     async def _read(self, context: Context, seat: Seat, exchange: Exchange) -> None:
@@ -135,6 +143,9 @@ class Contributions:
                 exchange.fail(error)
                 continue
             self._run.note_held()
+            if exchange.finished_sending:
+                self._run.note_sent(seat)
+                failpoints.hit("coordinator.contribution.complete")
             await exchange.room()
         if not exchange.finished_sending and not exchange.failed:
             self._run.broke(seat, exchange)

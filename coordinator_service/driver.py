@@ -1,67 +1,159 @@
 """The story of a run: one step after another, each in as many attempts as it takes.  [shell]"""
 
 import asyncio
+import contextlib
 import logging
 import math
-import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
+from ayni import failpoints
 from ayni.errors import Diverged, Halted, StepVoided
 from ayni.tensors import itemsize
 from coordinator_service import plan
+from coordinator_service.epochs import Seat
+from coordinator_service.leases import Lease, Moment, Totals
 from coordinator_service.live import LiveStep
 from coordinator_service.membership import Epoch
-from coordinator_service.run import Run
+from coordinator_service.onboarding import Onboarding
+from coordinator_service.recovery import Recovery
+from coordinator_service.run import AGREEMENTS, Run
+from coordinator_service.shards import Bid
+from coordinator_service.sql_store import AlreadyThere
 from coordinator_service.state_keeper import StateKeeper
-from coordinator_service.steps import Lease, Totals
-from coordinator_service.store import RunStore
-from coordinator_service.values import Waiting
+from coordinator_service.store import TakenOver
+from coordinator_service.store_records import CommitRecord, EpochRecord
 
 _log = logging.getLogger(__name__)
+
+_Members = tuple[tuple[int, bool], ...]
+"""Worker ids by rank, and whether each follows."""
+
+FINISHED = "finished_steps"
+"""Fact of the store: the run has reached its last step, and how many that were."""
+
+_AGAIN_S = 1.0
+"""Pause before a commit that could not be written is written again."""
+
+_FORGET_AFTER = 20
+"""Steps without a share after which a worker's speed counts as unknown, so that it is measured again."""
 
 
 class Driver:
     """Makes a run's steps."""
 
-    def __init__(self, run: Run, store: RunStore, keeper: StateKeeper) -> None:
-        """Drives a run, keeps its commits in a store, and has its state kept."""
+    def __init__(self, run: Run, recovery: Recovery, keeper: StateKeeper, onboarding: Onboarding) -> None:
+        """Drives a run; has its state kept, and handed to those who lack it."""
         self._run = run
+        self._recovery = recovery
         self._keeper = keeper
-        self._store = store
+        self._onboarding = onboarding
+        self._store = run.store
         self._file = run.file
         self._epochs = run.epochs
         self._progress = run.progress
+        self._suspending = asyncio.Event()
+        self._last_step: int | None = None
+        """Step that a run that is being suspended does not begin any more; None when it is not known yet."""
+        self._shares: dict[str, tuple[_Members, tuple[tuple[int, int], ...]]] = {}
+        """For each kind of step, the members and their shares in the last one."""
 
     async def drive(self) -> None:
         """Makes every step, then says goodbye. Ends early when the run is halted."""
         ticks = self._file.timeouts.heartbeat_interval.total_seconds()
-        watcher = asyncio.create_task(self._epochs.watch_leases(ticks))
-        keeping = asyncio.create_task(self._keeper.keep())
+        beside = [
+            asyncio.create_task(self._epochs.watch_leases(ticks)),
+            asyncio.create_task(self._keeper.keep()),
+            asyncio.create_task(self._onboarding.keep()),
+        ]
         try:
-            for kind, step in self._work():
-                if not await self._make(kind, step):
-                    return
-            await self._keeper.settle(self._progress.committed_steps)
-            self._progress.finish()
-            self._run.goodbye("the last step is committed", finished=True)
+            self._remember_last()
+            await self._make_all()
         except Exception as error:
             self._run.halt(Halted(f"the coordinator failed: {error!r}", detail=repr(error)))
             raise
         finally:
-            await self._wait_until_empty()
-            for task in (watcher, keeping):
+            if self._progress.state != "suspended":
+                await self._wait_until_empty()
+            for task in beside:
                 task.cancel()
             await self._keeper.close()
+            await self._onboarding.close()
 
-    def _work(self) -> Iterator[tuple[str, int]]:
-        step = self._progress.first_step
-        while not self._file.num_steps or step < self._file.num_steps:
-            yield "train", step
-            step += 1
-            if plan.evaluates_after(self._file, step) and self._evaluation_samples:
-                yield "evaluate", step
+    def suspend(self) -> None:
+        """Ends this process's part in the run, soon: after the step in progress, or after one more whose state is kept.
+
+        Workers are not told. They lose the connection, and come back to the coordinator that is started next.
+        """
+        keeps = bool(self._file.state.store_every) and bool(self._epochs.able)
+        within = self._file.timeouts.shutdown.total_seconds()
+        _log.info("suspending the run within %g s%s", within, ", with its state stored" if keeps else "")
+        self._last_step = self._progress.committed_steps if not keeps or self._run.live is None else None
+        for seat in self._epochs.able if keeps else ():
+            seat.publish_requested = True
+        self._suspending.set()
+        self._epochs.changed.notify()
+
+    async def _make_all(self) -> None:
+        making = asyncio.create_task(self._make_each())
+        suspending = asyncio.create_task(self._suspending.wait())
+        try:
+            await asyncio.wait({making, suspending}, return_when=asyncio.FIRST_COMPLETED)
+            if self._suspending.is_set() and not making.done():
+                await asyncio.wait({making}, timeout=self._file.timeouts.shutdown.total_seconds())
+            if not making.done():
+                making.cancel()
+                await asyncio.wait({making})
+                self._progress.suspend()
+            else:
+                making.result()
+        finally:
+            suspending.cancel()
+
+    async def _make_each(self) -> None:
+        while work := self._next_work():
+            if self._suspending.is_set() and work[0] == "train":
+                if await self._ends_here(work[1]):
+                    return
+            if not await self._make(*work):
+                return
+        await self._recovery.farewell()
+        await self._keeper.settle(self._progress.committed_steps)
+        if not self._progress.ended:
+            await asyncio.to_thread(self._store.set_facts, {FINISHED: str(self._progress.committed_steps)})
+            self._progress.finish()
+            self._run.goodbye("the last step is committed", finished=True)
+
+    async def _ends_here(self, step: int) -> bool:
+        """Returns whether a run that is being suspended makes no further step."""
+        if self._last_step is None:
+            self._last_step = step + 1
+            return False
+        if step < self._last_step:
+            return False
+        await self._keeper.final(step, self._file.timeouts.shutdown.total_seconds() / 2)
+        self._progress.suspend()
+        return True
+
+    def _remember_last(self) -> None:
+        """Lets workers that never heard of the last commits ask again."""
+        for record in self._store.commits()[-2:]:
+            moment = Moment(epoch=record.epoch, step=record.step, attempt=record.attempt)
+            self._run.remember(moment, record.kind, record.told())
+        evaluations = [record for record in self._store.commits() if record.kind == "evaluate"]
+        self._progress.evaluated_steps = max((record.step for record in evaluations), default=0)
+        self._progress.best = max((plan.score_of(self._file, record) for record in evaluations), default=None)
+
+    def _next_work(self) -> tuple[str, int] | None:
+        """Returns kind and step of what comes next; None at the end."""
+        steps = self._progress.committed_steps
+        is_due = steps > self._progress.initial_step and plan.evaluates_after(self._file, steps)
+        if is_due and self._evaluation_samples and self._progress.evaluated_steps < steps:
+            return "evaluate", steps
+        if not self._file.num_steps or steps < self._file.num_steps:
+            return "train", steps
+        return None
 
     @property
     def _evaluation_samples(self) -> int:
@@ -70,8 +162,11 @@ class Driver:
     async def _make(self, kind: str, step: int) -> bool:
         """Makes one step, in as many attempts as it takes. Returns whether the run goes on."""
         attempt = 0
-        while epoch := await self._world():
+        while epoch := await self._world(kind, step):
+            if (kind, step) != self._next_work():
+                return True
             live = self._open(kind, step, attempt, epoch)
+            watching = asyncio.create_task(self._run.releases.watch(live))
             try:
                 await self._commit(live, await self._all_committed(live))
                 return True
@@ -81,10 +176,12 @@ class Driver:
                 self._halt_if_hopeless(live.core.label, attempt, voided.message)
             except (Diverged, Halted) as error:
                 self._run.halt(error)
-            except (OSError, sqlite3.Error) as error:
-                sentence = f"the commit of {live.core.label} can't be written to {self._store.path}: {error}"
-                self._run.halt(Halted(sentence, detail=sentence))
+            except OSError as error:
+                # The workers are not sent away: they have the run's state, and the next coordinator needs them.
+                _log.error("the commit of %s can't be written to %s: %s", live.core.label, self._store.path, error)
+                self._progress.suspend()
             finally:
+                watching.cancel()
                 live.close()
                 self._run.live = None
         return False
@@ -94,46 +191,94 @@ class Driver:
             sentence = f"{label} was given up {attempts} times (max_attempts); the last time because {last}"
             self._run.halt(Halted(sentence, detail=sentence))
 
-    async def _world(self) -> Epoch | None:
-        """Waits until enough workers are ready; None when the run has ended."""
+    async def _world(self, kind: str, step: int) -> Epoch | None:
+        """Waits until enough workers are ready, or the run has gone back; None when it has ended."""
         while not self._progress.ended:
+            if (kind, step) != self._next_work():
+                return self._epochs.core.epoch
+            before = self._epochs.core.epoch.number
             epoch, reason = self._epochs.form_epoch()
+            if epoch and not self._progress.waiting and epoch.number == before:
+                return epoch  # It is on disk already.
+            if epoch:
+                await self._recovery.comeback()
+                epoch, reason = self._epochs.form_epoch()
             if epoch:
                 self._progress.go()
-                return epoch
-            if self._file.task.name and self._progress.committed_steps > self._progress.first_step:
-                sentence = f"too few workers are left ({reason}), and this version can't hand the run's state to others"
-                self._run.halt(Halted(sentence, detail=sentence))
-                return None
-            if self._progress.wait(Waiting(reason=reason)):
-                _log.info("%s", reason)
-                self._epochs.broadcast(Waiting(reason=reason))
-                self._run.changed.notify()
-            await self._epochs.changed.wait()
+                await self._announce(epoch)
+                if all(worker in self._epochs.seats for worker in epoch.workers):
+                    return epoch
+                continue
+            patience = self._recovery.patience()
+            if patience == 0.0:
+                await self._recovery.go_back()
+                continue
+            self._recovery.wait(reason)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(patience):
+                    await self._epochs.changed.wait()
         return None
 
+    async def _announce(self, epoch: Epoch) -> None:
+        """Keeps a new membership before anybody hears of it: its number must never be used again."""
+        last = self._store.last_epoch()
+        if last and last.number >= epoch.number:
+            return
+        record = EpochRecord(
+            number=epoch.number,
+            worker_names=tuple(self._epochs.core.names(epoch.workers)),
+            committed_steps=self._progress.committed_steps,
+            unix_time=time.time(),
+        )
+        await asyncio.to_thread(self._store.begin_epoch, record)
+        await self._run.decide_update(epoch)
+        failpoints.hit("coordinator.epoch.stored")
+
     def _open(self, kind: str, step: int, attempt: int, epoch: Epoch) -> LiveStep:
-        update = self._run.decide_update(epoch)
         seats = [self._epochs.seats[worker] for worker in epoch.workers]
-        layout = plan.lay_out(self._file, kind, step, self._evaluation_samples, [seat.speed for seat in seats])
+        layout = plan.lay_out(
+            self._file, kind, step, self._evaluation_samples, [_bid(seat) for seat in seats], self._before(kind, seats)
+        )
+        self._shares[kind] = (_members(seats), tuple((share.start, share.stop) for share in layout.shares))
         leases = [
             Lease(
-                lease_id=self._run.take_lease_id(),
+                lease_id=self._run.releases.take_lease_id(),
                 worker_id=seat.member.worker_id,
                 worker_name=seat.member.name,
-                start=layout.shards[rank][0],
-                stop=layout.shards[rank][1],
+                start=share.start,
+                stop=share.stop,
             )
-            for rank, seat in enumerate(seats)
+            for seat, share in zip(seats, layout.shares, strict=True)
         ]
         chunk_elements = self._file.chunk_bytes // itemsize(self._file.wire_type)
-        self._run.live = LiveStep(layout, attempt, epoch, leases, chunk_elements, self._run.changed)
+        live = LiveStep(layout, attempt, epoch, leases, chunk_elements, self._run.changed)
+        live.update = self._run.update_mode
+        self._run.live = live
+        self._run.releases.open(live)
         self._progress.open(step, attempt, kind)
-        for seat, lease in zip(seats, leases, strict=True):
-            seat.share = (lease.stop - lease.start) / max(1, layout.num_microbatches)
-            seat.outbox.put_nowait(self._run.live.assignment(lease, update))
+        for seat, lease, share in zip(seats, leases, layout.shares, strict=True):
+            self._tell(live, seat, lease, share.reason)
         self._run.changed.notify()
-        return self._run.live
+        return live
+
+    def _tell(self, live: LiveStep, seat: Seat, lease: Lease, reason: str) -> None:
+        is_training = live.core.kind == "train"
+        seat.share = (lease.stop - lease.start) / max(1, live.layout.num_microbatches)
+        seat.share_reason = reason
+        if is_training and seat.following and seat.follow_from is None:
+            seat.follow_from = live.core.step
+        seat.idle_steps = 0 if lease.stop > lease.start else seat.idle_steps + 1
+        if seat.idle_steps > _FORGET_AFTER:
+            seat.speed = 0.0
+        publishes = is_training and seat.publish_requested
+        if publishes:
+            live.publishers.add(lease.worker_id)
+        seat.outbox.put_nowait(live.assignment(lease, publish_state=publishes, discard_state=seat.tainted))
+        failpoints.hit("coordinator.assignment.sent")
+
+    def _before(self, kind: str, seats: Sequence[Seat]) -> tuple[tuple[int, int], ...] | None:
+        members, shares = self._shares.get(kind, ((), ()))
+        return shares if shares and members == _members(seats) else None
 
     async def _all_committed(self, live: LiveStep) -> Totals:
         timeout = self._file.timeouts.step.total_seconds()
@@ -144,10 +289,10 @@ class Driver:
         if live.ended in done:
             live.ended.result()
         if not done:
-            who = ", ".join(lease.worker_name for lease in live.core.uncommitted)
+            who = ", ".join(dict.fromkeys(lease.worker_name for lease in live.core.uncommitted))
             raise Halted(f"{live.core.label} took longer than {timeout:g} s; waited for {who}", detail=who)
         if self._audited(live):
-            live.core.check_hashes()
+            self._run.conduct.audit(live)
         totals = live.core.totals()
         if totals.global_loss is not None and not math.isfinite(totals.global_loss):
             sentence = f"{live.core.label}: the workers' losses, each finite, add up to more than float64 holds"
@@ -159,19 +304,59 @@ class Driver:
 
     async def _commit(self, live: LiveStep, totals: Totals) -> None:
         committed = plan.committed(self._file, live.core, totals, self._progress.best)
-        record = plan.record(live.core, live.layout, committed, time.time())
-        await asyncio.to_thread(self._store.commit, record)
+        late = self._left_behind(live)
+        names = [seat.member.name for seat in late]
+        record = plan.record(self._file, live.core, live.layout, committed, names, time.time())
+        await self._write(live, record)
+        failpoints.hit("coordinator.commit.stored")
         if live.ended.done():
             raise Halted(f"the run ended while {live.core.label} was being written", detail=live.core.label)
-        self._run.last_commit = (live.moment, live.core.kind, committed)
+        self._run.remember(live.moment, live.core.kind, committed)
         score = plan.is_better(self._file, totals, self._progress.best)[1] if live.core.kind == "evaluate" else None
         self._progress.commit(live.core.kind, committed, live.layout.num_samples, score)
-        if live.core.kind == "train" and live.core.step == self._progress.first_step:
-            self._epochs.forget_initial_hashes()
-            self._store.set_facts(self._epochs.core.agreed)
+        if live.core.kind == "train":
+            self._settle_members(live, late)
         live.ended.set_result(committed)
+        self._run.conduct.note_commit(live, totals)
         _log.info("%s", plan.sentence(live.core, committed, self._progress.step_seconds))
         self._run.changed.notify()
+
+    async def _write(self, live: LiveStep, record: CommitRecord) -> None:
+        """Writes a commit; while that fails, everybody waits, as long as a step may take. Nothing is lost by that."""
+        end = time.monotonic() + self._file.timeouts.step.total_seconds()
+        while True:
+            try:
+                await asyncio.to_thread(self._store.commit, record)
+                return
+            except (TakenOver, AlreadyThere):
+                raise
+            except OSError as error:
+                if time.monotonic() > end or live.ended.done():
+                    raise
+                _log.error(
+                    "%s can't be written to %s, and is tried again: %s", live.core.label, self._store.path, error
+                )
+                await asyncio.sleep(_AGAIN_S)
+
+    def _left_behind(self, live: LiveStep) -> list[Seat]:
+        """Returns the members that the step goes on without."""
+        held = {lease.worker_id for lease in live.core.live if not lease.is_extra}
+        gone = [worker for worker in live.epoch.workers if worker not in held]
+        return [self._epochs.seats[worker] for worker in gone if worker in self._epochs.seats]
+
+    def _settle_members(self, live: LiveStep, late: Sequence[Seat]) -> None:
+        """Notes what a training step's commit means for the members."""
+        if live.core.step == self._progress.first_step:
+            self._epochs.forget_initial_hashes()
+            agreed = self._epochs.core.agreed
+            self._store.set_facts({name: agreed[name] for name in AGREEMENTS if agreed.get(name)})
+        for seat in late:
+            _log.warning("worker %s was left behind at step %d", seat.member.name, live.core.step)
+            seat.follow()
+        for worker in live.publishers:
+            publisher = self._epochs.seats.get(worker)
+            if publisher and publisher not in late:
+                publisher.publish_requested = False
 
     async def _wait_until_empty(self) -> None:
         """Waits for the members to leave, up to the shutdown timeout."""
@@ -183,3 +368,11 @@ class Driver:
         except TimeoutError:
             names = ", ".join(seat.member.name for seat in self._epochs.seats.values())
             _log.warning("still there after %g s: %s", timeout, names)
+
+
+def _bid(seat: Seat) -> Bid:
+    return Bid(speed=seat.speed, cap=seat.member.applicant.max_microbatches, following=seat.following)
+
+
+def _members(seats: Sequence[Seat]) -> _Members:
+    return tuple((seat.member.worker_id, seat.following) for seat in seats)

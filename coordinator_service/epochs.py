@@ -13,11 +13,11 @@ from coordinator_service.membership import Applicant, Epoch, Member, Membership
 from coordinator_service.rounds import Flow
 from coordinator_service.signals import Signal
 from coordinator_service.steps import compare_hashes
-from coordinator_service.values import Assignment, Shutdown, Waiting
+from coordinator_service.values import Assignment, Revoked, Shutdown, StateOffer, Waiting
 
 _log = logging.getLogger(__name__)
 
-Frame = Assignment | Waiting | Shutdown | AyniError
+Frame = Assignment | Waiting | Revoked | StateOffer | Shutdown | AyniError
 
 
 @dataclass(kw_only=True, slots=True)
@@ -32,8 +32,44 @@ class Seat:
     times: StepTimes = field(default_factory=StepTimes)
     published_steps: int = 0
     """Steps behind the train state that its host tier holds; 0 for none."""
+    completed_steps: int = 0
+    """Updates that its parameters have had, as far as it has said."""
+    follow_from: int | None = None
+    """First step whose mean a follower keeps: a state behind this step or a later one is of use to it. None before."""
+    publish_requested: bool = False
+    """Whether the next assignment asks it to publish its state."""
+    failed_offer: tuple[int, str] = (0, "")
+    """Offer that it could not take, and why."""
+    strikes: int = 0
+    """Micro-batches of it that were not finite."""
+    share_reason: str = ""
+    """Why it has its share, for people."""
+    tainted: bool = False
+    """Whether its parameters were found to differ from the others', and it has not said yet that it threw them away."""
+    unproven: bool = False
+    """Whether it was found to differ and has not been offered another state since."""
+    idle_steps: int = 0
+    """Steps in a row without a share: its speed is forgotten in the end, so that it is measured again."""
     dismissed: bool = False
     """Whether its last frame (shutdown or error) is in the outbox."""
+
+    @property
+    def following(self) -> bool:
+        """Whether its parameters lag behind the run."""
+        return self.member.following
+
+    @property
+    def elastic(self) -> bool:
+        """Whether it takes extra leases and can be handed the run's state."""
+        return self.member.applicant.elastic
+
+    def follow(self, *, tainted: bool = False) -> None:
+        """Notes that its parameters lag behind the run, or differ from it."""
+        self.member.following, self.follow_from, self.tainted, self.unproven = True, None, tainted, tainted
+
+    def lead(self) -> None:
+        """Notes that its parameters are those of the run."""
+        self.member.following, self.follow_from, self.tainted, self.unproven = False, None, False, False
 
 
 class Epochs:
@@ -123,10 +159,19 @@ class Epochs:
         """Ends a membership at the worker's wish; nothing happens when it has ended."""
         self._end(worker_id, reason, Shutdown(reason=reason, finished=False, committed_steps=0), parameters_sha256)
 
-    def expel(self, worker_id: int, reason: str) -> None:
+    def expel(self, worker_id: int, reason: str, error: AyniError | None = None) -> None:
         """Ends a membership against the worker's wish, and says so on its stream if anybody still listens."""
         sentence = f"worker {worker_id} is no member any more: {reason}; join again"
-        self._end(worker_id, reason, UnknownWorker(sentence, worker_id=worker_id), "")
+        self._end(worker_id, reason, error or UnknownWorker(sentence, worker_id=worker_id), "")
+
+    def has_session(self, session: str) -> bool:
+        """Returns whether a live member has this session."""
+        return any(secrets.compare_digest(m.applicant.session, session) for m in self.core.members.values())
+
+    @property
+    def able(self) -> list[Seat]:
+        """Ready members whose parameters are those of the run, by id."""
+        return [s for _, s in sorted(self.seats.items()) if s.member.ready and not s.following and not s.dismissed]
 
     def _end(self, worker_id: int, reason: str, last: Frame, parameters_sha256: str) -> None:
         member = self.core.remove(worker_id)
@@ -136,7 +181,7 @@ class Epochs:
         self._past_bytes[0] += seat.flow.received_bytes
         self._past_bytes[1] += seat.flow.sent_bytes
         self._initial_hashes.pop(member.name, None)
-        if parameters_sha256:
+        if parameters_sha256 and not seat.following:
             self.final_hashes[member.name] = parameters_sha256
         log = _log.info if seat.dismissed else _log.warning
         log("worker %s left: %s", member.name, reason)

@@ -285,6 +285,15 @@ class SpmdParallelWorkers:
         shares = [range(len(keys))] * self.worker_count
         return join_keys(len(keys), shares, await ask_for_keys("get_blocks", calls, timeout_s))
 
+    async def remove_blocks(self, layout: LocalLayout, keys: Sequence[bytes], timeout_s: float = 60.0) -> KeyReport:
+        """Removes each rank's objects or, where all ranks share them, divides the keys among ranks."""
+        shares = divide(len(keys), self.worker_count, self._group.local.mode)
+        calls = [
+            partial(worker.remove_blocks, layout, _of(keys, share), timeout_s)
+            for worker, share in zip(self._workers, shares, strict=True)
+        ]
+        return join_keys(len(keys), shares, await ask_for_keys("remove_blocks", calls, timeout_s))
+
     async def close(self) -> None:
         """Gives up what is under way; the workers stay as they are."""
         await self._connections.close()

@@ -1,19 +1,34 @@
 """A step in progress: its core, its live rounds, and the future that its workers wait for.  [shell]"""
 
 import asyncio
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+from ayni import failpoints
 from ayni.buckets import Bucket
-from ayni.errors import AyniError, StepVoided
+from ayni.errors import AyniError, RoundRestarted, StepVoided
 from ayni.order import microbatch_positions
-from ayni.step_values import Commit, MicrobatchStats
+from ayni.step_values import Commit, MicrobatchStats, Report
 from ayni.tensors import TensorSpec
+from coordinator_service.leases import Change, Lease, Moment
 from coordinator_service.membership import Epoch
 from coordinator_service.plan import Layout
 from coordinator_service.rounds import Exchange, Flow, LiveRound
 from coordinator_service.signals import Signal
-from coordinator_service.steps import Lease, Moment, Step
+from coordinator_service.steps import Step
 from coordinator_service.values import Assignment
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Offer:
+    """What a worker says when it begins to contribute to a bucket."""
+
+    bucket: Bucket
+    spec: TensorSpec
+    stats: Sequence[MicrobatchStats]
+    num_buckets: int
+    """Buckets that it contributes to in the step; 0 for not said."""
 
 
 class LiveStep:
@@ -30,6 +45,9 @@ class LiveStep:
     ) -> None:
         """Opens the step; `on_change` is notified when bytes were reduced."""
         self.layout = layout
+        self.update = ""
+        """Where the optimizer runs."""
+        self.epoch = epoch
         self.moment = Moment(epoch=epoch.number, step=layout.step, attempt=attempt)
         self.core = Step(
             moment=self.moment,
@@ -38,16 +56,21 @@ class LiveStep:
             leases=leases,
             chunk_elements=chunk_elements,
         )
+        self.opened = time.monotonic()
+        self.since = {lease.lease_id: self.opened for lease in leases}
+        """When each lease was given."""
+        self.on_ended: Callable[[Sequence[Lease]], None] = lambda leases: None
+        """Told of leases that ended before they were done."""
+        self.publishers: set[int] = set()
+        """Workers that were asked to publish the state after this step."""
         self.all_committed = asyncio.Event()
         self.ended: asyncio.Future[Commit] = asyncio.get_running_loop().create_future()
         self.ended.add_done_callback(_retrieve)
-        self._epoch = epoch
         self._rounds: dict[Bucket, LiveRound] = {}
         self._on_change = on_change
-        if self.core.done:
-            self.all_committed.set()
+        self._note_done()
 
-    def assignment(self, lease: Lease, update: str) -> Assignment:
+    def assignment(self, lease: Lease, *, publish_state: bool = False, discard_state: bool = False) -> Assignment:
         """Returns what a worker is told of its lease."""
         return Assignment(
             epoch=self.core.epoch,
@@ -60,9 +83,12 @@ class LiveStep:
             num_microbatches=self.core.num_microbatches,
             position=self.layout.position,
             num_samples=self.layout.num_samples,
-            rank=self._epoch.workers.index(lease.worker_id),
-            world_size=len(self._epoch.workers),
-            update=update,
+            rank=self.epoch.workers.index(lease.worker_id),
+            world_size=len(self.epoch.workers),
+            update=self.update,
+            extra=lease.is_extra,
+            publish_state=publish_state,
+            discard_state=discard_state,
         )
 
     def samples_of(self, lease: Lease) -> int:
@@ -76,15 +102,60 @@ class LiveStep:
         """Returns whether the step can't be committed without this worker."""
         return any(lease.worker_id == worker_id for lease in self.core.uncommitted)
 
-    def begin(
-        self, lease: Lease, flow: Flow, bucket: Bucket, spec: TensorSpec, stats: Sequence[MicrobatchStats], window: int
-    ) -> Exchange:
-        """Opens a worker's contribution to a bucket; see `Step.begin`."""
-        reduced = self.core.begin(lease, bucket, spec, stats)
-        live = self._rounds.setdefault(bucket, LiveRound(self.core.rounds[bucket], self.core, self._on_change))
-        exchange = Exchange(live, lease.worker_id, flow, window)
-        live.publish(reduced)
+    def add(self, lease: Lease) -> None:
+        """Gives an extra lease."""
+        self.core.add(lease)
+        self.since[lease.lease_id] = time.monotonic()
+
+    def begin(self, lease: Lease, flow: Flow, offer: Offer, window: int, *, again: bool) -> Exchange:
+        """Opens a lease's contribution to a bucket; see `Step.begin`.
+
+        Args:
+            lease: in force.
+            flow: its worker's budget.
+            offer: what the worker says.
+            window: chunks.
+            again: whether the worker may begin a second time, because its stream broke.
+        """
+        if again and offer.bucket in self._rounds:
+            self._take_back(lease, self._rounds[offer.bucket])
+        change = self.core.begin(lease, offer.bucket, offer.spec, offer.stats, offer.num_buckets)
+        live = self._rounds.get(offer.bucket)
+        if live is None:
+            live = self._rounds[offer.bucket] = LiveRound(offer.bucket, self.core, self._on_change)
+        exchange = Exchange(live, lease, flow, window)
+        self.apply(change)
         return exchange
+
+    def commit(self, lease: Lease, report: Report) -> None:
+        """Notes that a lease is done; see `Step.commit`."""
+        self.apply(self.core.commit(lease, report))
+
+    def end(self, leases: Sequence[Lease], reason: str) -> None:
+        """Ends leases before they are done; see `Step.end`. Does nothing once all are committed."""
+        if leases and not self.all_committed.is_set() and not self.ended.done():
+            self.apply(self.core.end(leases, reason))
+
+    def apply(self, change: Change) -> None:
+        """Tells everybody concerned what has changed."""
+        for bucket in change.restarted:
+            live = self._rounds[bucket]
+            detail = "a part of another contribution was lost with its worker"
+            live.fail(RoundRestarted(f"{live.round.label} starts again: {detail}", bucket=bucket, detail=detail))
+        for bucket, reduced in change.reduced:
+            if bucket in self._rounds:
+                self._rounds[bucket].publish(reduced)
+        for lease in change.ended:
+            for live in self._rounds.values():
+                if exchange := live.exchange_of(lease.lease_id):
+                    exchange.fail(self.core.revoked(lease))
+        if change.ended:
+            self.on_ended(change.ended)
+        self._note_done()
+
+    def exchanges_of(self, worker_id: int) -> list[Exchange]:
+        """Returns a worker's open streams."""
+        return [e for live in self._rounds.values() for e in live.exchanges if e.lease.worker_id == worker_id]
 
     def void(self, detail: str) -> None:
         """Gives the attempt up, unless all workers have committed: then nothing is missing any more."""
@@ -111,6 +182,21 @@ class LiveStep:
         if not self.ended.done():
             self.void("the attempt is over")
             self.ended.cancel()
+
+    def _take_back(self, lease: Lease, live: LiveRound) -> None:
+        if not live.round.has_begun(lease.lease_id):
+            return
+        if exchange := live.exchange_of(lease.lease_id):
+            detail = "its worker has begun again"
+            exchange.fail(RoundRestarted(f"{live.round.label}: {detail}", bucket=live.bucket, detail=detail))
+        self.apply(self.core.take_back(lease, live.bucket))
+        if lease.lease_id in self.core.ended:
+            raise self.core.revoked(lease)
+
+    def _note_done(self) -> None:
+        if self.core.done and not self.all_committed.is_set():
+            failpoints.hit("coordinator.commit.ready")
+            self.all_committed.set()
 
 
 def _retrieve(future: "asyncio.Future[Commit]") -> None:

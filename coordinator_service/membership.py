@@ -1,9 +1,10 @@
 """Members, leases and epochs.  [core]
 
 Theory of operation. A worker is *admitted* by Join, *ready* once its assignment stream is open (it can compute), and
-gone when it leaves, its stream breaks or its lease runs out. An epoch is one fixed set of ready members; its number
-only grows. The epoch in force ends when one of its members goes or another member becomes ready; the next one forms
-when at least `min_workers` are ready (the first one: `start_workers`). Rank is the position by worker id.
+gone when it leaves, its stream breaks or its lease runs out. A ready member may be a *follower*: its parameters lag
+behind the run. An epoch is one fixed set of ready members; its number only grows. The epoch in force ends when one of
+its members goes or another member becomes ready; the next one forms when at least `min_workers` are ready (the first
+one: `start_workers`) and one of them does not follow. Rank is the position by worker id.
 
 Time comes in as `now`, seconds on any steady clock. Reasons go out as sentences.
 
@@ -14,7 +15,7 @@ are checked here together, because both decide the same thing: whether a Join ma
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ayni.errors import IdentityTaken, Incompatible, UnknownWorker, WorldFull
+from ayni.errors import IdentityTaken, Incompatible, Quarantined, UnknownWorker, WorldFull
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +30,12 @@ class Applicant:
     gpu_count: int = 0
     device_names: tuple[str, ...] = ()
     address: str = ""
+    """Where its own service can be dialled; empty when nobody can."""
+    elastic: bool = False
+    """Whether it takes extra leases, contributes again when told, and can be handed the run's state."""
+    max_microbatches: int = 0
+    """Most micro-batches of a step that it takes; 0 for no limit."""
+    memory_bytes: int = 0
     agreements: dict[str, str] = field(default_factory=dict)
     """Values that all workers must share, by name; empty text means not said."""
     summaries: dict[str, str] = field(default_factory=dict)
@@ -43,6 +50,8 @@ class Member:
     applicant: Applicant
     last_seen: float
     ready: bool = False
+    following: bool = False
+    """Whether its parameters lag behind the run."""
     activity: str = "joining"
 
     @property
@@ -63,17 +72,23 @@ class Epoch:
 class Membership:
     """Decides who is a member and which epoch is in force."""
 
-    def __init__(self, *, min_workers: int, start_workers: int, max_workers: int, lease: float) -> None:
-        """Starts without members, before the first epoch.
+    def __init__(
+        self, *, min_workers: int, start_workers: int, max_workers: int, lease: float, epoch: int = 0, next_id: int = 0
+    ) -> None:
+        """Starts without members.
 
         Args:
             min_workers: ready members that an epoch needs.
             start_workers: ready members that the first epoch needs.
             max_workers: members that may be admitted at one time.
             lease: seconds that a member is believed alive without a sign of life.
+            epoch: number of the newest epoch; 0 before the first.
+            next_id: id of the next worker.
         """
         self.members: dict[int, Member] = {}
-        self.epoch = Epoch(number=0, workers=())
+        self.epoch = Epoch(number=epoch, workers=())
+        self.shut_out: dict[str, int] = {}
+        """Names of workers that may not join again, with the strikes that they had."""
         self.agreed: dict[str, str] = {}
         """Agreements, by name; the first worker's value, or the coordinator's own."""
         self._summaries: dict[str, str] = {}
@@ -81,16 +96,19 @@ class Membership:
         self._start_workers = start_workers
         self._max_workers = max_workers
         self._lease = lease
-        self._next_id = 0
+        self.next_id = next_id
+        """Id of the next worker; never used before."""
 
     def admit(self, now: float, applicant: Applicant) -> Member:
         """Makes a worker a member. The same nonce gives the same member again.
 
         Raises:
+            Quarantined: it was shut out.
             IdentityTaken: a live member of another process start has this name.
             Incompatible: an agreement differs.
             WorldFull: `max_workers` are members.
         """
+        self._refuse_shut_out(applicant)
         holder = next((m for m in self.members.values() if m.name == applicant.name), None)
         if holder and holder.applicant.nonce == applicant.nonce:
             holder.last_seen = now
@@ -107,8 +125,8 @@ class Membership:
         if len(self.members) >= self._max_workers:
             raise WorldFull(f"the run has {self._max_workers} workers and takes no more", max_workers=self._max_workers)
         self._agree(applicant)
-        member = Member(worker_id=self._next_id, applicant=applicant, last_seen=now)
-        self._next_id += 1
+        member = Member(worker_id=self.next_id, applicant=applicant, last_seen=now)
+        self.next_id += 1
         self.members[member.worker_id] = member
         return member
 
@@ -147,9 +165,10 @@ class Membership:
             (None, reason) when too few members are ready.
         """
         ready = tuple(sorted(worker_id for worker_id, member in self.members.items() if member.ready))
-        needed = self._min_workers if self.epoch.number else self._start_workers
-        if len(ready) < needed:
-            return None, self._shortage(len(ready), needed)
+        needed = self._min_workers if self.epoch.workers else self._start_workers
+        able = sum(not self.members[worker_id].following for worker_id in ready)
+        if len(ready) < needed or not able:
+            return None, self._shortage(min(able, len(ready)), needed)
         if ready != self.epoch.workers:
             self.epoch = Epoch(number=self.epoch.number + 1, workers=ready)
             return self.epoch, f"epoch {self.epoch.number} formed with {len(ready)} workers"
@@ -161,9 +180,21 @@ class Membership:
 
     def _shortage(self, num_ready: int, needed: int) -> str:
         missing = needed - num_ready
-        loading = [m.name for m in self.members.values() if not m.ready]
         sentence = f"waiting for {missing} more worker{'s' if missing > 1 else ''} ({num_ready} of {needed})"
-        return f"{sentence}; loading: {', '.join(loading)}" if loading else sentence
+        loading = [m.name for m in self.members.values() if not m.ready]
+        behind = [m.name for m in self.members.values() if m.ready and m.following]
+        sentence += f"; loading: {', '.join(loading)}" if loading else ""
+        return sentence + (f"; without the run's newest state: {', '.join(behind)}" if behind else "")
+
+    def _refuse_shut_out(self, applicant: Applicant) -> None:
+        if applicant.name in self.shut_out:
+            strikes = self.shut_out[applicant.name]
+            raise Quarantined(
+                f"worker {applicant.name!r} was shut out of this run: {strikes} of its micro-batches were not finite; "
+                "see what is wrong with its device, then let it join under another --name",
+                worker_name=applicant.name,
+                strikes=strikes,
+            )
 
     def _check_agreements(self, applicant: Applicant) -> None:
         for name, theirs in applicant.agreements.items():

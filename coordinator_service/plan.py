@@ -8,9 +8,10 @@ from ayni.run_config import LARGEST_MICROBATCHES
 from ayni.step_values import Commit
 from coordinator_service import schedule
 from coordinator_service.config import RunFile
-from coordinator_service.shards import plan_shards
-from coordinator_service.steps import Step, Totals
-from coordinator_service.store_records import CommitRecord
+from coordinator_service.leases import Totals
+from coordinator_service.shards import Bid, Share, plan_shards
+from coordinator_service.steps import Step
+from coordinator_service.store_records import CommitRecord, Contribution
 
 _SMOOTHING = 0.3
 
@@ -22,7 +23,7 @@ class Layout:
     Attributes:
         position: first sample position of the step.
         num_samples: samples of the step.
-        shards: micro-batches [start, stop) of each rank.
+        shares: micro-batches of each rank, and why.
     """
 
     kind: str
@@ -30,29 +31,41 @@ class Layout:
     position: int
     num_samples: int
     num_microbatches: int
-    shards: tuple[tuple[int, int], ...]
+    shares: tuple[Share, ...]
 
 
-def lay_out(file: RunFile, kind: str, step: int, evaluation_samples: int, speeds: Sequence[float]) -> Layout:
-    """Returns the layout of a step for workers of the given speeds, by rank.
+def lay_out(
+    file: RunFile,
+    kind: str,
+    step: int,
+    evaluation_samples: int,
+    bids: Sequence[Bid],
+    previous: Sequence[tuple[int, int]] | None = None,
+) -> Layout:
+    """Returns the layout of a step for the given workers, by rank.
 
     A training step takes the next `batch.samples` positions; an evaluation takes all held-out samples. With
-    `batch.microbatches` 0 a training step has one micro-batch for each worker.
+    `batch.microbatches` 0 a training step has one micro-batch for each worker that can compute. `previous` are the
+    shares of the same workers in the last step of this kind, which are kept while they are good enough.
     """
     if kind == "evaluate":
         position, num_samples = 0, evaluation_samples
         num_microbatches = min(-(-evaluation_samples // file.batch.evaluation_samples), LARGEST_MICROBATCHES)
     else:
         position, num_samples = step * file.batch.samples, file.batch.samples
-        num_microbatches = file.batch.microbatches or len(speeds)
-    one_each = kind == "train" and not file.batch.microbatches
+        able = sum(not bid.following for bid in bids) or len(bids)
+        num_microbatches = file.batch.microbatches or min(able, num_samples)
+    if kind == "train" and not file.batch.microbatches:
+        bids = [Bid(speed=1.0, following=bid.following) for bid in bids]
+    if previous is not None and sum(stop - start for start, stop in previous) != num_microbatches:
+        previous = None
     return Layout(
         kind=kind,
         step=step,
         position=position,
         num_samples=num_samples,
         num_microbatches=num_microbatches,
-        shards=tuple(plan_shards(num_microbatches, [1.0] * len(speeds) if one_each else speeds)),
+        shares=tuple(plan_shards(num_microbatches, bids, previous)),
     )
 
 
@@ -78,6 +91,13 @@ def is_better(file: RunFile, totals: Totals, best: float | None) -> tuple[bool, 
     return best is None or score > best, score
 
 
+def score_of(file: RunFile, record: CommitRecord) -> float:
+    """Returns the score of an evaluation that was committed before (higher is better)."""
+    if file.evaluation.metric == "accuracy":
+        return record.num_correct / record.num_predictions if record.num_predictions else 0.0
+    return -math.inf if record.loss is None else -record.loss
+
+
 def committed(file: RunFile, step: Step, totals: Totals, best: float | None) -> Commit:
     """Returns what the commit of a step says."""
     norm = step.gradient_norm()
@@ -95,7 +115,9 @@ def committed(file: RunFile, step: Step, totals: Totals, best: float | None) -> 
     )
 
 
-def record(step: Step, layout: Layout, told: Commit, unix_time: float) -> CommitRecord:
+def record(
+    file: RunFile, step: Step, layout: Layout, told: Commit, left_behind: Sequence[str], unix_time: float
+) -> CommitRecord:
     """Returns what is kept of the commit."""
     return CommitRecord(
         kind=step.kind,
@@ -104,14 +126,24 @@ def record(step: Step, layout: Layout, told: Commit, unix_time: float) -> Commit
         epoch=step.epoch,
         position=layout.position,
         num_samples=layout.num_samples,
+        num_microbatches=layout.num_microbatches,
         total_weight=told.total_weight,
         loss=None if math.isnan(told.global_loss) else told.global_loss,
         gradient_norm=told.gradient_norm,
         learning_rate=told.learning_rate,
+        clip_factor=told.clip_factor,
+        best=told.best,
         num_correct=told.num_correct,
         num_predictions=told.num_predictions,
-        parameters_sha256=next((h for h in step.hashes.values() if h), ""),
-        shards=tuple((lease.worker_name, lease.start, lease.stop) for lease in step.leases.values()),
+        seed=file.seed,
+        gradient_hash=step.gradient_hash,
+        parameters_sha256=next(iter(step.hashes.values()), ""),
+        contributions=tuple(
+            Contribution(worker_name=lease.worker_name, start=lease.start, stop=lease.stop, weight=weight)
+            for lease, weight in step.contributions()
+        ),
+        skipped=step.totals().skipped,
+        left_behind=tuple(left_behind),
         unix_time=unix_time,
     )
 
@@ -124,5 +156,8 @@ def sentence(step: Step, told: Commit, seconds: float) -> str:
         parts.append(f"accuracy {told.num_correct / told.num_predictions:.4f}")
     if step.kind == "train":
         parts.append(f"gradient norm {told.gradient_norm:.4g}")
-    parts.append(f"weight {told.total_weight}, {len(step.leases)} workers, {seconds:.2f} s")
+    workers = len({lease.worker_id for lease in step.live})
+    parts.append(f"weight {told.total_weight}, {workers} workers, {seconds:.2f} s")
+    if skipped := step.totals().skipped:
+        parts.append(f"{len(skipped)} micro-batches skipped because they were not finite")
     return ", ".join(parts)

@@ -10,20 +10,32 @@ from coordinator_service.values import Waiting
 class Progress:
     """State, last values and rates of the run."""
 
-    def __init__(self, committed_steps: int = 0) -> None:
-        """Starts waiting for workers, with the steps that are behind a run that goes on from a stored state."""
+    def __init__(self, committed_steps: int = 0, initial_step: int = 0) -> None:
+        """Starts waiting for workers.
+
+        Args:
+            committed_steps: steps that are behind the run already.
+            initial_step: step that the run as a whole began with.
+        """
+        self.initial_step = initial_step
         self.state = "waiting"
-        """"waiting", "running", "finished" or "halted"."""
+        """"waiting", "running", "paused", "finished", "halted" or "suspended"."""
         self.detail = ""
         """Why the run was halted."""
         self.waiting: Waiting | None = None
         self.first_step = committed_steps
         """Step that this process began with."""
         self.committed_steps = committed_steps
+        self.evaluated_steps = 0
+        """Steps behind the newest evaluation."""
         self.stored_steps = 0
         """Steps behind the newest train state that is stored as objects."""
         self.settled_steps = committed_steps
         """Steps behind the newest train state that was stored or given up."""
+        self.extra_leases = 0
+        self.skipped_microbatches = 0
+        self.norm_alarms = 0
+        self.divergences = 0
         self.step = 0
         self.attempt = 0
         self.kind = "train"
@@ -38,14 +50,20 @@ class Progress:
         self._opened = self.started
 
     @property
+    def has_begun(self) -> bool:
+        """Whether steps were committed: who joins now needs the run's state."""
+        return self.committed_steps > self.initial_step
+
+    @property
     def ended(self) -> bool:
         """Whether no step will follow."""
-        return self.state in ("finished", "halted")
+        return self.state in ("finished", "halted", "suspended")
 
     def wait(self, waiting: Waiting) -> bool:
         """Notes a wait; returns whether its reason is a new one."""
         changed = self.waiting != waiting
-        self.state, self.waiting = "waiting", waiting
+        self.state = "paused" if self.has_begun else "waiting"
+        self.waiting = waiting
         return changed
 
     def go(self) -> None:
@@ -68,6 +86,7 @@ class Progress:
                 rate if not self.samples_per_second else 0.7 * self.samples_per_second + 0.3 * rate
             )
             return
+        self.evaluated_steps = told.step
         self.evaluation_loss = _known(told.global_loss)
         self.evaluation_accuracy = told.num_correct / told.num_predictions if told.num_predictions else None
         if told.best:
@@ -76,6 +95,10 @@ class Progress:
     def finish(self) -> None:
         """Notes that the last step is committed."""
         self.state = "finished"
+
+    def suspend(self) -> None:
+        """Notes that another process will go on with the run."""
+        self.state, self.waiting = "suspended", None
 
     def halt(self, detail: str) -> None:
         """Notes that the run stops."""

@@ -2,8 +2,8 @@
 
 Legend: N elements in the bucket, C elements in a chunk, M micro-batches in the step.
 
-Theory of operation. A round is *open* until every expected worker has begun and every micro-batch is declared, then it
-*reduces*, and it is *complete* when all N elements of the mean were emitted. Each worker contributes, for each of its
+Theory of operation. A round is *open* until every expected lease has begun and every micro-batch is declared, then it
+*reduces*, and it is *complete* when all N elements of the mean were emitted. Under each lease come, for each of its
 parts (nodes of the canonical tree, see `ayni.tree`), chunks in offset order. For each chunk position, the two halves of
 a tree node are added as soon as both are there, in float32, left plus right. When the root is there, it is divided once
 by the total weight. The tree fixes every addition, so the bytes of the mean are a function of the micro-batches'
@@ -13,15 +13,20 @@ A part of weight 0 is absent (see `ayni.tree`) and sends nothing. With a total w
 
 What is held is only what can't be added yet; `backlog` tells the shell when to stop reading from a fast worker.
 
-Knows no worker beyond a number and a name, no wire and no clock. Ugly: emission may happen in `begin` too, when the
-last expected worker begins after the last byte came.
+When a lease ends early, `drop` says what becomes of its contribution: what is there whole stays, what has no byte is
+removed. A part can't be taken out of a sum again: then the round must `restart`, and everybody contributes once more.
+
+Knows no lease beyond a number and a name, no wire and no clock. Ugly: emission may happen in `begin` and `drop` too,
+when the last expected lease begins, or goes, after the last byte came.
 """
 
+import enum
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import xxhash
 
 from ayni.errors import BadChunk, Duplicate, NonFinite, SpecMismatch
 from ayni.tensors import Floats, TensorSpec, first_non_finite
@@ -44,11 +49,25 @@ class Reduced:
     values_C: Floats  # noqa: N815
 
 
+class Fate(enum.Enum):
+    """What becomes of a contribution whose lease ends early."""
+
+    KEPT = "kept"
+    REMOVED = "removed"
+    PARTIAL = "partial"
+
+
 @dataclass(kw_only=True, slots=True)
 class _Contribution:
     name: str
+    start: int
+    stop: int
     parts: list[Node]
     next_offsets: list[int]
+    is_settled: bool = False
+    """Whether its lease is over and it stays."""
+    is_held: bool = False
+    """Whether its micro-batches came with another lease before."""
 
 
 class Round:
@@ -64,7 +83,7 @@ class Round:
             spec: tensor of the first contribution; all others must be equal.
             num_microbatches: M.
             chunk_elements: length of every chunk but a part's last.
-            expected: workers that must begin before anything is emitted.
+            expected: leases that must begin before anything is emitted: those whose workers receive the mean.
         """
         self.label = label
         self.spec = spec
@@ -72,6 +91,11 @@ class Round:
         """Bytes that wait to be added."""
         self._root = root(num_microbatches)
         self._chunk_elements = chunk_elements
+        self.restart(expected)
+
+    def restart(self, expected: Iterable[int]) -> None:
+        """Drops everything that was contributed; all leases begin again."""
+        self.held_bytes = 0
         self._expected = set(expected)
         self._weights: dict[int, int] = {}
         self._contributions: dict[int, _Contribution] = {}
@@ -79,11 +103,30 @@ class Round:
         """For each chunk position (its first element), the sums that wait for their other half."""
         self._emitted = 0
         self._square_sums: list[float] = []
+        self._hash = xxhash.xxh3_128()
 
     @property
     def open_for(self) -> list[int]:
-        """Expected workers that have not begun."""
+        """Expected leases that have not begun."""
         return sorted(self._expected - self._contributions.keys())
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """Micro-batches [start, stop) that are declared, one range for each contribution."""
+        return [(c.start, c.stop) for c in self._contributions.values() if not c.is_held]
+
+    @property
+    def digest(self) -> str:
+        """XXH3-128 in hex over the bytes of the mean that was emitted so far: float32, little-endian."""
+        return self._hash.hexdigest()
+
+    def has_begun(self, lease: int) -> bool:
+        """Returns whether a lease's contribution has begun."""
+        return lease in self._contributions
+
+    def is_held(self, lease: int) -> bool:
+        """Returns whether nothing is to be sent under a lease that has begun: its micro-batches came before."""
+        return self._contributions[lease].is_held
 
     @property
     def total_weight(self) -> int:
@@ -97,7 +140,7 @@ class Round:
 
     @property
     def num_contributors(self) -> int:
-        """Workers that have begun with at least one micro-batch."""
+        """Contributions with at least one micro-batch."""
         return sum(bool(contribution.parts) for contribution in self._contributions.values())
 
     @property
@@ -109,12 +152,12 @@ class Round:
     def _declared(self) -> bool:
         return len(self._weights) == self._root.stop and not self.open_for
 
-    def begin(self, worker: int, name: str, spec: TensorSpec, weights: dict[int, int]) -> list[Reduced]:
-        """Declares one worker's micro-batches.
+    def begin(self, lease: int, name: str, spec: TensorSpec, weights: dict[int, int]) -> list[Reduced]:
+        """Declares one lease's micro-batches. Those that an ended lease left whole are not asked for again.
 
         Args:
-            worker: contributor; begins once.
-            name: names it in errors.
+            lease: begins once.
+            name: names its worker in errors.
             spec: what each of its parts looks like.
             weights: weight of each of its micro-batches, a contiguous run; empty for none.
 
@@ -123,28 +166,61 @@ class Round:
 
         Raises:
             SpecMismatch: another tensor than the round's.
-            Duplicate: the worker has begun, or a micro-batch is declared by another.
+            Duplicate: the lease has begun, or a micro-batch is declared by another.
         """
         self._check_spec(name, spec)
-        if worker in self._contributions or self._weights.keys() & weights.keys():
+        known = self._weights.keys() & weights.keys()
+        is_held = bool(weights) and len(known) == len(weights) and self._is_settled(min(weights), max(weights) + 1)
+        if lease in self._contributions or (known and not is_held):
             raise Duplicate(
                 f"{self.label}: worker {name} contributes micro-batches {_span(weights)} a second time",
                 bucket=self.label,
                 contributed=_span(weights),
             )
-        parts = cover(min(weights), max(weights) + 1, self._root.stop) if weights else []
-        self._contributions[worker] = _Contribution(name=name, parts=parts, next_offsets=[0] * len(parts))
+        start, stop = (min(weights), max(weights) + 1) if weights else (0, 0)
+        parts = cover(start, stop, self._root.stop) if weights and not is_held else []
+        self._contributions[lease] = _Contribution(
+            name=name, start=start, stop=stop, parts=parts, next_offsets=[0] * len(parts), is_held=is_held
+        )
         self._weights.update(weights)
         if not (self._declared or any(self._absent(part) for part in parts)):
             return []
         return self._settle()
 
-    def contribute(self, worker: int, part: int, offset: int, values_C: Floats) -> list[Reduced]:
+    def drop(self, lease: int, *, is_over: bool = True) -> tuple[Fate, list[Reduced]]:
+        """Takes a contribution out as far as that is possible.
+
+        Args:
+            lease: may not have begun.
+            is_over: whether the lease has ended; otherwise it is expected to begin again.
+
+        Returns:
+            What became of it, and what became complete because nobody waits for it any more. After PARTIAL the round
+            has to be restarted.
+        """
+        if is_over:
+            self._expected.discard(lease)
+        contribution = self._contributions.get(lease)
+        if contribution and not is_over and (any(contribution.next_offsets) or self._emitted):
+            return Fate.PARTIAL, []
+        if contribution and any(contribution.next_offsets) and not self.finished_sending(lease):
+            return Fate.PARTIAL, []
+        if contribution and is_over and contribution.parts and self.finished_sending(lease):
+            contribution.is_settled = True
+            return Fate.KEPT, self._settle() if self._declared else []
+        if contribution:
+            del self._contributions[lease]
+            if not contribution.is_held:
+                for microbatch in range(contribution.start, contribution.stop):
+                    del self._weights[microbatch]
+        return Fate.REMOVED, self._settle() if self._declared else []
+
+    def contribute(self, lease: int, part: int, offset: int, values_C: Floats) -> list[Reduced]:
         """Adds one chunk of one part and returns what became complete.
 
         Args:
-            worker: a worker that has begun.
-            part: index into the worker's parts.
+            lease: has begun.
+            part: index into the lease's parts.
             offset: first element, equal to the elements this part has contributed so far.
             values_C: shape [C], float32. Kept, not copied; the caller must not change it afterwards. Added in place
                 when it is writable.
@@ -156,21 +232,25 @@ class Round:
             BadChunk: wrong part, offset or length. Nothing was added.
             NonFinite: a NaN or an infinity, and nothing was added; or the sum of all overflows.
         """
-        contribution = self._contributions[worker]
+        contribution = self._contributions[lease]
         self._check_chunk(contribution, part, offset, values_C)
         contribution.next_offsets[part] += values_C.size
         result = self._add(offset, contribution.parts[part], values_C)
         return [] if result is None else [result]
 
-    def backlog(self, worker: int) -> int:
-        """Returns how many chunk positions this worker is ahead of the emitted mean."""
-        contribution = self._contributions[worker]
+    def backlog(self, lease: int) -> int:
+        """Returns how many chunk positions this lease is ahead of the emitted mean."""
+        contribution = self._contributions.get(lease)
+        if contribution is None:
+            return 0
         ahead = max(contribution.next_offsets, default=0) - self._emitted
         return max(0, -(-ahead // self._chunk_elements))
 
-    def finished_sending(self, worker: int) -> bool:
+    def finished_sending(self, lease: int) -> bool:
         """Returns whether every part of weight above 0 has come whole."""
-        contribution = self._contributions[worker]
+        contribution = self._contributions.get(lease)
+        if contribution is None:
+            return False
         sent = zip(contribution.parts, contribution.next_offsets, strict=True)
         return all(offset == self.spec.num_elements or self._absent(node) for node, offset in sent)
 
@@ -225,6 +305,11 @@ class Round:
             bucket=self.label,
         )
 
+    def _is_settled(self, start: int, stop: int) -> bool:
+        """Returns whether contributions that stay, of leases that are over, cover [start, stop)."""
+        settled = [c for c in self._contributions.values() if c.is_settled]
+        return all(any(c.start <= m < c.stop for c in settled) for m in range(start, stop))
+
     def _absent(self, node: Node) -> bool:
         """Returns whether a node is known to send nothing. A micro-batch that nobody declared yet may still send."""
         return not any(self._weights.get(m, 1) for m in range(node.start, node.stop))
@@ -269,6 +354,7 @@ class Round:
         if not all(map(math.isfinite, squares)):
             raise self._overflow(offset, mean_C)
         self._square_sums.extend(squares)
+        self._hash.update(np.ascontiguousarray(mean_C, "<f4").data)
         self._emitted += mean_C.size
         return Reduced(offset=offset, values_C=mean_C)
 

@@ -1,6 +1,7 @@
 """Live reductions: one outbox for each contribution, and when to stop reading from a fast worker.  [shell]
 
-Each chunk of the mean is joined into one frame (one copy) that all outboxes share. A contribution is read no further
+Each chunk of the mean is joined into one frame (one copy) that all outboxes share; an extra lease's contribution gets
+none, because its worker receives the mean under its primary lease. A contribution is read no further
 while its worker is `window` chunks ahead of the mean, does not fetch the mean, or fills its budget over all of its
 contributions. One chunk of each contribution is always admitted: the next chunk that everybody needs can never be
 stuck behind a budget, so the budget can't deadlock. Memory is bounded by workers x (budget + open contributions).
@@ -12,10 +13,12 @@ from collections import deque
 from collections.abc import Iterable
 
 from ayni import frames, tensors
+from ayni.buckets import Bucket
 from ayni.errors import AyniError, BadChunk, Checksum
-from coordinator_service.reduction import Reduced, Round
+from coordinator_service.leases import Lease, Totals
+from coordinator_service.reduction import Reduced
 from coordinator_service.signals import Signal
-from coordinator_service.steps import Step, Totals
+from coordinator_service.steps import Step
 
 
 class Flow:
@@ -38,9 +41,10 @@ class Flow:
 class LiveRound:
     """A round and everybody who contributes to it."""
 
-    def __init__(self, round_: Round, step: Step, on_change: Signal) -> None:
+    def __init__(self, bucket: Bucket, step: Step, on_change: Signal) -> None:
         """Wraps a round of a step; `on_change` is notified when a chunk was emitted."""
-        self.round = round_
+        self.bucket = bucket
+        self.round = step.rounds[bucket]
         self.step = step
         self.exchanges: list[Exchange] = []
         self._on_change = on_change
@@ -60,6 +64,10 @@ class LiveRound:
         for exchange in self.exchanges:
             exchange.fail(error)
 
+    def exchange_of(self, lease_id: int) -> "Exchange | None":
+        """Returns the stream that a lease's contribution comes through now, if there is one."""
+        return next((e for e in self.exchanges if e.lease.lease_id == lease_id and not e.failed), None)
+
     def _frame(self, chunk: Reduced) -> bytes:
         dtype = self.round.spec.dtype
         payload = tensors.encode(chunk.values_C, dtype)
@@ -67,13 +75,13 @@ class LiveRound:
 
 
 class Exchange:
-    """One worker's contribution to one round."""
+    """One lease's contribution to one round."""
 
-    def __init__(self, live: LiveRound, worker_id: int, flow: Flow, window: int) -> None:
+    def __init__(self, live: LiveRound, lease: Lease, flow: Flow, window: int) -> None:
         """Registers with the round and the worker's budget; `window` is in chunks."""
         self.flow = flow
+        self.lease = lease
         self._live = live
-        self._worker_id = worker_id
         self._window = window
         self._outbox: deque[bytes] = deque()
         self.failure: asyncio.Future[AyniError] = asyncio.get_running_loop().create_future()
@@ -84,7 +92,22 @@ class Exchange:
     @property
     def backlog(self) -> int:
         """Chunk positions ahead of the mean."""
-        return self._live.round.backlog(self._worker_id)
+        return self._live.round.backlog(self.lease.lease_id)
+
+    @property
+    def bucket(self) -> Bucket:
+        """Which reduction of the step."""
+        return self._live.bucket
+
+    @property
+    def is_held(self) -> bool:
+        """Whether nothing is to be sent, because the micro-batches came with another lease."""
+        return self._live.round.is_held(self.lease.lease_id)
+
+    @property
+    def is_standing(self) -> bool:
+        """Whether the worker is the one that has to do something next: send, or fetch the mean."""
+        return bool(self._outbox) or (not self.finished_sending and self._has_room())
 
     @property
     def label(self) -> str:
@@ -113,7 +136,7 @@ class Exchange:
     @property
     def finished_sending(self) -> bool:
         """Whether all bytes of the contribution came."""
-        return self._live.round.finished_sending(self._worker_id)
+        return self._live.round.finished_sending(self.lease.lease_id)
 
     def contribute(self, frame: bytes) -> None:
         """Adds the chunk in a frame (no copy of a float32 payload).
@@ -135,7 +158,7 @@ class Exchange:
         dtype = self._live.round.spec.dtype
         values = tensors.decode(chunk.data, dtype)
         offset = self._elements(chunk.offset_bytes, tensors.itemsize(dtype))
-        self._live.publish(self._live.round.contribute(self._worker_id, chunk.part, offset, values))
+        self._live.publish(self._live.round.contribute(self.lease.lease_id, chunk.part, offset, values))
 
     def _check_sum(self, chunk: frames.ChunkView) -> None:
         if chunk.crc32 is not None and zlib.crc32(chunk.data) != chunk.crc32:
@@ -169,8 +192,8 @@ class Exchange:
         return frame
 
     def push(self, frame: bytes) -> None:
-        """Puts a frame in the outbox."""
-        if not self.failed:
+        """Puts a frame in the outbox, unless the mean goes another way."""
+        if not self.failed and not self.lease.is_extra:
             self._outbox.append(frame)
 
     def fail(self, error: AyniError) -> None:

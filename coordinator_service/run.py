@@ -6,60 +6,62 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 
-from ayni.buckets import Bucket
+from ayni import failpoints
 from ayni.errors import (
     AyniError,
     BadChunk,
+    BadRequest,
+    Checksum,
     Halted,
     Incompatible,
+    LeaseRevoked,
     NonFinite,
+    RoundRestarted,
     RunEnded,
     RunStarted,
     SpecMismatch,
     StaleStep,
     StepVoided,
+    UnknownWorker,
     WeightMismatch,
 )
-from ayni.step_values import Commit, MicrobatchStats, StepTimes
-from ayni.tensors import TensorSpec
+from ayni.step_values import Commit, Report
 from coordinator_service import plan
+from coordinator_service.conduct import Conduct
 from coordinator_service.config import RunFile
 from coordinator_service.epochs import Epochs, Seat
-from coordinator_service.live import LiveStep
+from coordinator_service.leases import Key, Moment
+from coordinator_service.live import LiveStep, Offer
 from coordinator_service.membership import Applicant, Epoch, Member, Membership
 from coordinator_service.progress import Progress
+from coordinator_service.releases import Releases
 from coordinator_service.rounds import Exchange
 from coordinator_service.signals import Signal
-from coordinator_service.steps import Key, Moment
+from coordinator_service.store import RunStore
 from coordinator_service.values import Shutdown
 
 _log = logging.getLogger(__name__)
 
 _FATAL = (NonFinite, SpecMismatch, BadChunk, WeightMismatch)
-"""Refusals of a contribution's content: the policy is to halt the run and name the worker."""
+"""Refusals of a contribution's content: unless a policy tolerates it, they halt the run and name the worker."""
 
+_REMEMBERED = 8
+"""Commits that are answered again."""
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Report:
-    """What a worker says when it has done its lease."""
-
-    kind: str
-    num_buckets: int
-    stats: Sequence[MicrobatchStats]
-    parameters_sha256: str
-    times: StepTimes
+_NEXT_ID, _UPDATE = "next_worker_id", "update"
 
 
 class Run:
-    """Owns the members, the step in progress and the store."""
+    """Owns the members and the step in progress."""
 
-    def __init__(self, file: RunFile) -> None:
-        """Starts waiting for workers; `Driver` does the rest."""
+    def __init__(self, file: RunFile, store: RunStore) -> None:
+        """Goes on where the store stands, waiting for workers; `Driver` does the rest."""
         self.file = file
-        self.progress = Progress(file.state.resume_step)
+        self.store = store
+        facts, epoch, initial = store.facts(), store.last_epoch(), file.state.resume_step
+        self.progress = Progress(max(initial, store.committed_steps()), initial)
         self.changed = Signal()
         """Notified when anything that status shows may have changed."""
         self.ended = asyncio.Event()
@@ -67,27 +69,36 @@ class Run:
         self.epochs = Epochs(
             Membership(
                 min_workers=file.min_workers,
-                start_workers=file.num_starters,
+                start_workers=file.min_workers if self.progress.has_begun else file.num_starters,
                 max_workers=file.max_workers,
                 lease=file.timeouts.lease.total_seconds(),
+                epoch=epoch.number if epoch else 0,
+                next_id=int(facts.get(_NEXT_ID, "0")),
             ),
             flow_limit=file.worker_window_chunks,
             on_gone=self._gone,
         )
         self.epochs.core.agreed = self._given_agreements()
+        self.conduct = Conduct(file, self.epochs, self.progress, store)
+        self.releases = Releases(file, self.epochs, self.progress)
+        self.stored_source: tuple[str, int] | None = None
+        """Run and steps of the stored state that members have to load, when nobody has a newer one."""
         self.live: LiveStep | None = None
-        self.last_commit: tuple[Moment, str, Commit] | None = None
-        self._next_lease = 0
-        self._update = file.optimizer.update
+        self._commits: dict[tuple[Moment, str], Commit] = {}
+        self._update = facts.get(_UPDATE, "") if file.optimizer.update == "auto" else file.optimizer.update
         self._stopped = False
 
-    def join(self, applicant: Applicant) -> Member:
+    async def join(self, applicant: Applicant) -> Member:
         """Admits a worker.
 
         Raises:
             RunEnded, RunStarted: it is too late.
             AyniError: see `Membership.admit`.
         """
+        if self.progress.state == "suspended":
+            raise UnknownWorker(
+                "this coordinator is being stopped; join the one that is started next", worker_id="none"
+            )
         if self.progress.ended:
             raise RunEnded(
                 f"run {self.file.run_id} is {self.progress.state}: {self.progress.detail}",
@@ -95,24 +106,32 @@ class Run:
                 detail=self.progress.detail,
             )
         committed = self.progress.committed_steps
-        if committed > self.progress.first_step and self.file.task.name:
+        if self.progress.has_begun and self.file.task.name and not applicant.elastic:
             raise RunStarted(
-                f"run {self.file.run_id} has committed {committed} steps and this version can't hand its state to a "
-                "newcomer; start the worker before the first step",
+                f"run {self.file.run_id} has committed {committed} steps, and this worker says that it can't be handed "
+                "the run's state; start it before the first step, or join as an elastic worker",
                 committed_step=committed - 1,
             )
-        return self.epochs.join(applicant)
+        member = self.epochs.join(applicant)
+        try:
+            await asyncio.to_thread(self.store.set_facts, {_NEXT_ID: str(self.epochs.core.next_id)})
+        except OSError as error:  # Sessions and epochs keep workers apart even if a number comes twice.
+            _log.warning("the number of worker %s is not kept: %s", member.name, error)
+        failpoints.hit("coordinator.join.admitted")
+        return member
 
     def ready(self, seat: Seat, completed_steps: int, parameters_sha256: str) -> None:
-        """Makes a member ready.
+        """Makes a member ready; one whose parameters are not those of the run follows until they are.
 
         Raises:
-            Incompatible: its parameters have had another number of updates than the run.
+            Incompatible: its parameters have had another number of updates than the run, and it can't be handed others.
             Diverged: see `Epochs.ready`.
         """
         self._refuse_if_halted()
         committed = self.progress.committed_steps
-        if self.file.task.name and completed_steps != committed:
+        seat.completed_steps = completed_steps
+        is_behind = bool(self.file.task.name) and completed_steps != committed
+        if is_behind and not seat.elastic:
             raise Incompatible(
                 f"completed_steps differs: the run has committed {committed}, the worker's parameters have had "
                 f"{completed_steps} updates",
@@ -120,7 +139,9 @@ class Run:
                 coordinator=committed,
                 worker=completed_steps,
             )
-        self.epochs.ready(seat, parameters_sha256)
+        if is_behind:
+            seat.follow()
+        self.epochs.ready(seat, "" if is_behind else parameters_sha256)
         if self.progress.waiting:
             seat.outbox.put_nowait(self.progress.waiting)
 
@@ -128,9 +149,7 @@ class Run:
         """Refuses a lease that is not the worker's own in the open attempt; see `Step.lease`."""
         self._open_step(key).core.lease(seat.member.worker_id, key)
 
-    def begin(
-        self, seat: Seat, key: Key, bucket: Bucket, spec: TensorSpec, stats: Sequence[MicrobatchStats]
-    ) -> Exchange:
+    def begin(self, seat: Seat, key: Key, offer: Offer) -> Exchange:
         """Opens a contribution.
 
         Raises:
@@ -138,42 +157,93 @@ class Run:
         """
         live = self._open_step(key)
         lease = live.core.lease(seat.member.worker_id, key)
-        return live.begin(lease, seat.flow, bucket, spec, stats, self.file.window_chunks)
+        exchange = live.begin(lease, seat.flow, offer, self.file.window_chunks, again=seat.elastic)
+        self.releases.note_sent(live, seat.member.worker_id)
+        return exchange
 
-    async def commit(self, seat: Seat, key: Key, report: Report) -> Commit:
+    async def commit(self, seat: Seat, key: Key, kind: str, report: Report) -> Commit:
         """Notes that a worker is done and waits for the step's commit; a committed step is answered again.
 
         Raises:
             StepVoided: the attempt was given up.
             AyniError: it is refused.
         """
-        if self.last_commit and self.last_commit[:2] == (key.moment, report.kind):
-            return self.last_commit[2]
+        if told := self._commits.get((key.moment, kind)):
+            return told
         live = self._open_step(key)
         lease = live.core.lease(seat.member.worker_id, key)
-        live.core.commit(lease, report.num_buckets, report.stats, report.parameters_sha256)
+        self.conduct.note_report(live, lease, report)
         seat.times = report.times
-        seat.speed = plan.smoothed(seat.speed, live.samples_of(lease), report.times.compute)
+        if not report.following:
+            seat.speed = plan.smoothed(seat.speed, live.samples_of(lease), report.times.compute)
         seat.member.activity = "waiting"
+        if report.following:
+            seat.tainted = False
+        elif live.core.kind == "train":
+            self.note_completed(seat, live.core.step)
+        live.commit(lease, report)
+        self.releases.note_sent(live, seat.member.worker_id)
         self.changed.notify()
-        if live.core.done:
-            live.all_committed.set()
         return await asyncio.shield(live.ended)
 
+    def remember(self, moment: Moment, kind: str, told: Commit) -> None:
+        """Keeps a commit, to answer it again to a worker that asks again."""
+        self._commits[(moment, kind)] = told
+        while len(self._commits) > _REMEMBERED:
+            self._commits.pop(next(iter(self._commits)))
+
+    def note_completed(self, seat: Seat, completed_steps: int) -> None:
+        """Notes how many updates a worker's parameters have had; a follower may be up to date by that."""
+        seat.completed_steps = completed_steps
+        if seat.following and not seat.unproven and completed_steps == self.progress.committed_steps:
+            seat.lead()
+            _log.info("worker %s has the run's state behind step %d", seat.member.name, completed_steps)
+            self.epochs.changed.notify()
+            self.changed.notify()
+
     def broke(self, seat: Seat, exchange: Exchange) -> None:
-        """A contribution's stream ended before its last byte, or before its mean was sent."""
-        if self.live and self.live.core is exchange.step and not self.live.ended.done():
+        """A contribution's stream ended before its last byte, or before its mean was sent.
+
+        An elastic worker may begin it again, and if it does not, it is late at some time, or gone.
+        """
+        if self.live and self.live.core is exchange.step and not self.live.ended.done() and not seat.elastic:
             self.live.void(f"the stream of worker {seat.member.name} for {exchange.label} broke")
 
-    def note_refusal(self, error: AyniError, worker_name: str) -> None:
-        """A contribution was refused. If its content is wrong, its step can't be completed and the run stops."""
-        if isinstance(error, _FATAL):
-            self.halt(error, worker_name)
+    def note_sent(self, seat: Seat) -> None:
+        """Notes that all bytes of one of a worker's contributions came."""
+        if self.live:
+            self.releases.note_sent(self.live, seat.member.worker_id)
+
+    def note_refusal(self, error: AyniError, seat: Seat) -> None:
+        """A contribution was refused. If its content is wrong, policy says what becomes of the worker and the run."""
+        if not isinstance(error, _FATAL):
+            return
+        if self.conduct.tolerates(error) and seat.elastic:
+            self.conduct.refuse(seat, error)
+        else:
+            self.halt(error, seat.member.name)
+
+    def note_failure(self, error: AyniError, seat: Seat) -> None:
+        """A contribution that had begun failed: unless the step itself took it back, its worker is to blame."""
+        if isinstance(error, StepVoided | Halted | RoundRestarted | LeaseRevoked):
+            return
+        if seat.elastic and isinstance(error, BadChunk | BadRequest | Checksum):
+            self.epochs.expel(seat.member.worker_id, error.message)
+        elif self.conduct.tolerates(error) and seat.elastic:
+            self.conduct.refuse(seat, error)
+        else:
+            self.halt(error, seat.member.name)
 
     def published(self, seat: Seat, steps: int) -> None:
         """Notes that a worker's host tier holds the train state behind so many steps."""
-        if steps > seat.published_steps:
+        if steps != seat.published_steps:
             seat.published_steps = steps
+            self.changed.notify()
+
+    def failed_offer(self, seat: Seat, offer_id: int, reason: str) -> None:
+        """Notes that a follower could not take an offer; what it kept of the run's steps is void then."""
+        if offer_id != seat.failed_offer[0]:
+            seat.failed_offer, seat.follow_from = (offer_id, reason), None
             self.changed.notify()
 
     def note_held(self) -> None:
@@ -184,20 +254,16 @@ class Run:
     @property
     def update_mode(self) -> str:
         """Where the optimizer runs; empty while that is not decided."""
-        return "" if self._update == "auto" else self._update
-
-    def decide_update(self, epoch: Epoch) -> str:
-        """Returns where the optimizer runs; "auto" is decided once, by the first epoch's kinds of device."""
-        if self._update == "auto":
-            kinds = {self.epochs.seats[worker].member.applicant.backend for worker in epoch.workers}
-            self._update = "host" if len(kinds) > 1 else "device"
-            _log.info("optimizer update runs on the %s (backends: %s)", self._update, ", ".join(sorted(kinds)))
         return self._update
 
-    def take_lease_id(self) -> int:
-        """Returns a lease id that was never used before."""
-        self._next_lease += 1
-        return self._next_lease
+    async def decide_update(self, epoch: Epoch) -> None:
+        """Decides where the optimizer runs; "auto" is decided once, by the first epoch's kinds of device."""
+        if not self._update:
+            seats = [self.epochs.seats[worker] for worker in epoch.workers if worker in self.epochs.seats]
+            kinds = {seat.member.applicant.backend for seat in seats}
+            self._update = "host" if len(kinds) > 1 else "device"
+            await asyncio.to_thread(self.store.set_facts, {_UPDATE: self._update})
+            _log.info("optimizer update runs on the %s (backends: %s)", self._update, ", ".join(sorted(kinds)))
 
     async def next_change(self, pause: float, limit: float) -> None:
         """Waits `pause` seconds, then until status may show something new, at most for `limit`; not past the end."""
@@ -238,10 +304,19 @@ class Run:
         """Returns the parameter hash that each worker gave when it left."""
         return dict(self.epochs.final_hashes)
 
+    def absent(self, names: Iterable[str]) -> list[str]:
+        """Returns which of these workers are not ready."""
+        ready = {seat.member.name for seat in self.epochs.seats.values() if seat.member.ready}
+        return sorted(set(names) - ready)
+
     def _given_agreements(self) -> dict[str, str]:
         """Returns what all workers must share before any has said it. A wrong worker that left must not bind others."""
         samples = self.file.num_training_samples
-        return {"num_training_samples": str(samples)} if samples else {}
+        given = {"num_training_samples": str(samples)} if samples else {}
+        if self.progress.has_begun:
+            facts = self.store.facts()
+            given |= {name: facts[name] for name in AGREEMENTS if facts.get(name)}
+        return given
 
     def _open_step(self, key: Key) -> LiveStep:
         self._refuse_if_halted()
@@ -262,9 +337,9 @@ class Run:
             raise Halted(f"the run was halted: {self.progress.detail}", detail=self.progress.detail)
 
     def _gone(self, member: Member, reason: str) -> None:
-        if self.live and self.live.needs(member.worker_id):
-            self.live.void(f"worker {member.name} left: {reason}")
-        if not self.epochs.seats and self.progress.committed_steps == self.progress.first_step:
+        if self.live:
+            self.releases.lose(self.live, member.worker_id, f"worker {member.name} left: {reason}")
+        if not self.epochs.seats and not self.progress.has_begun:
             self.epochs.core.agreed = self._given_agreements()
         self.changed.notify()
 
@@ -274,6 +349,10 @@ class Run:
         self.ended.set()
         self.epochs.dismiss(Shutdown(reason=reason, finished=finished, committed_steps=steps))
         self.changed.notify()
+
+
+AGREEMENTS = ("task_fingerprint", "dataset_fingerprint", "num_training_samples", "num_evaluation_samples")
+"""What all workers of a run must share, by name."""
 
 
 def _without_detail(error: AyniError) -> dict[str, str]:

@@ -7,26 +7,40 @@ from functools import partial
 from pathlib import Path
 
 from ayni.channels import open_channel
-from ayni.process import DONE, FAILED, load_token
+from ayni.process import DONE, FAILED, TEMPORARY, Stop, load_token
 from ayni.servers import TokenInterceptor, add_health_and_reflection, add_service, bind, make_server
 from ayni.settings import SettingsError
 from coordinator_service import status
 from coordinator_service.artifacts import Artifacts
+from coordinator_service.attachments import Attachments
 from coordinator_service.config import RunFile
-from coordinator_service.driver import Driver
+from coordinator_service.driver import FINISHED, Driver
+from coordinator_service.epochs import Seat
+from coordinator_service.onboarding import Onboarding
+from coordinator_service.recovery import Recovery
+from coordinator_service.relay import add_relay
+from coordinator_service.resume import resumable
 from coordinator_service.run import Run
 from coordinator_service.service import RAW_METHODS, CoordinatorServicer
 from coordinator_service.state_keeper import StateKeeper
-from coordinator_service.store import RunStore
+from coordinator_service.store import RunStore, open_store
 from coordinator_service.worker_stub import GrpcBlockWorker
 
 _log = logging.getLogger(__name__)
 
 SERVICE = "ayni.v1.CoordinatorService"
 
+_ARTIFACTS = "artifacts"
+"""Fact of the store: the folder with the run's files, for those who make its steps again."""
+_CONFIG = "config"
+"""Fact of the store: the run file's shared values, as JSON."""
 
-async def serve(file: RunFile, stop: asyncio.Event) -> int:
+
+async def serve(file: RunFile, stop: Stop) -> int:
     """Serves one run until it ends or `stop` is set; returns the process's exit code.
+
+    SIGINT ends the run: the workers are told and leave. SIGTERM only ends this process: the workers wait for the next
+    one, which goes on from the store.
 
     Prints one line, "listening on HOST:PORT", to standard output once it can be called.
 
@@ -36,22 +50,27 @@ async def serve(file: RunFile, stop: asyncio.Event) -> int:
     """
     token = load_token(file.token_file)
     artifacts = await asyncio.to_thread(_artifacts, file.artifacts)
-    store = RunStore(file.state_dir / file.run_id, fresh=file.fresh)
+    store = await asyncio.to_thread(open_store, file)
     try:
         _refuse_to_resume(file, store)
-        run = Run(file)
-        store.set_facts({"config": json.dumps(status.shared_config(run))})
-        keeper = StateKeeper(run, partial(_dial, file, token))
-        await _serve(run, Driver(run, store, keeper), CoordinatorServicer(run, artifacts), token, stop)
+        run = Run(file, store)
+        folder = str(file.artifacts.resolve()) if file.artifacts else ""
+        store.set_facts({_CONFIG: json.dumps(status.shared_config(run)), _ARTIFACTS: folder})
+        attachments = Attachments()
+        dial = partial(_dial, file, token, attachments)
+        driver = Driver(run, Recovery(run, store), StateKeeper(run, dial), Onboarding(run, attachments, dial))
+        servicer = CoordinatorServicer(run, artifacts, attachments)
+        await _serve(run, driver, servicer, token, stop)
         return _outcome(run, store)
     finally:
         store.close()
 
 
-async def _serve(run: Run, driver: Driver, servicer: CoordinatorServicer, token: str, stop: asyncio.Event) -> None:
+async def _serve(run: Run, driver: Driver, servicer: CoordinatorServicer, token: str, stop: Stop) -> None:
     file = run.file
     server = make_server(TokenInterceptor(token))
     add_service(server, SERVICE, servicer, raw=RAW_METHODS)
+    add_relay(server, servicer.attachments, run.epochs.has_session)
     health = await add_health_and_reflection(server, [SERVICE])
     address = bind(server, file.listen, file.tls, file.insecure)
     await server.start()
@@ -64,11 +83,13 @@ async def _serve(run: Run, driver: Driver, servicer: CoordinatorServicer, token:
         await server.stop(grace=2.0)
 
 
-async def _drive(run: Run, driver: Driver, stop: asyncio.Event) -> None:
+async def _drive(run: Run, driver: Driver, stop: Stop) -> None:
     driving = asyncio.create_task(driver.drive())
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({driving, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    if not driving.done():
+    if not driving.done() and stop.signal == "SIGTERM":
+        driver.suspend()
+    elif not driving.done():
         run.stop("the coordinator was interrupted")
     try:
         await driving
@@ -83,11 +104,18 @@ def _outcome(run: Run, store: RunStore) -> int:
         return FAILED
     if hashes:
         store.set_facts({"final_parameters_sha256": next(iter(hashes.values()))})
+    if run.progress.state == "suspended":
+        return TEMPORARY
     return DONE if run.progress.state == "finished" else FAILED
 
 
-def _dial(file: RunFile, token: str, address: str, rank: int) -> GrpcBlockWorker:
-    return GrpcBlockWorker(open_channel(address, token, file.worker_tls, file.insecure), rank=rank)
+def _dial(file: RunFile, token: str, attachments: Attachments, seat: Seat, rank: int) -> GrpcBlockWorker:
+    """Returns a stub of a member: over the stream that it has opened, or behind its address."""
+    member = seat.member
+    if attachments.is_attached(member.worker_id):
+        return GrpcBlockWorker(attachments.channel(member.worker_id), rank=rank, name=member.name)
+    channel = open_channel(member.applicant.address, token, file.worker_tls, file.insecure)
+    return GrpcBlockWorker(channel, rank=rank, name=member.name)
 
 
 def _artifacts(folder: Path | None) -> Artifacts:
@@ -98,12 +126,27 @@ def _artifacts(folder: Path | None) -> Artifacts:
 
 
 def _refuse_to_resume(file: RunFile, store: RunStore) -> None:
-    steps = store.committed_steps()
-    if steps:
+    """Refuses to go on with a run that was made with other settings.
+
+    Raises:
+        SettingsError: says which.
+    """
+    facts, steps = store.facts(), store.committed_steps()
+    if FINISHED in facts:
         raise SettingsError(
-            f"{store.path} holds {steps} committed steps of an earlier run {file.run_id!r}, and this version can't go "
-            "on from there: give another run_id, or --fresh to throw them away"
+            f"run {file.run_id!r} in {store.path} is finished, after {steps} steps: give another run_id, or --fresh to "
+            "throw its steps away"
         )
+    if not steps or _CONFIG not in facts:
+        return
+    problems = resumable(json.loads(facts[_CONFIG]), status.config_of(file))
+    if problems:
+        raise SettingsError(
+            f"{store.path} holds {steps} committed steps of run {file.run_id!r}, which can't go on with other "
+            f"settings: {'; '.join(problems)}. Use the run file that it was started with, or another run_id, or "
+            "--fresh to throw the steps away"
+        )
+    _log.info("going on with run %s after step %d, from %s", file.run_id, steps - 1, store.path)
 
 
 def _goal(file: RunFile) -> str:

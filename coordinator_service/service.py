@@ -2,20 +2,20 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 
-import grpc
-
-from ayni import PROTOCOL_VERSION
+from ayni import PROTOCOL_VERSION, failpoints
 from ayni.errors import AyniError, BadRequest, Incompatible, UnknownWorker
 from ayni.messages import dtype_enum, dtype_name, duration
 from ayni.rpc import Context, peer_of
 from ayni.v1 import coordinator_pb2 as pb
 from coordinator_service import status, wire
 from coordinator_service.artifacts import Artifacts
+from coordinator_service.attachments import Attachments
 from coordinator_service.contributions import Contributions
 from coordinator_service.epochs import Seat, new_session
 from coordinator_service.run import Run
-from coordinator_service.values import Shutdown
+from coordinator_service.values import Shutdown, StateOffer
 
 RAW_METHODS = frozenset({"Gradient", "BlockGradient", "NonBlockGradient"})
 """Methods whose messages come and go as bytes; see `ayni.frames`."""
@@ -24,16 +24,17 @@ RAW_METHODS = frozenset({"Gradient", "BlockGradient", "NonBlockGradient"})
 class CoordinatorServicer:
     """Answers the calls of CoordinatorService for one run."""
 
-    def __init__(self, run: Run, artifacts: Artifacts) -> None:
-        """Serves a run and its files."""
+    def __init__(self, run: Run, artifacts: Artifacts, attachments: Attachments) -> None:
+        """Serves a run, its files, and the agents that nobody can dial."""
         self._run = run
+        self.attachments = attachments
         self._artifacts = artifacts
         self._contributions = Contributions(run)
 
     async def Join(self, request: pb.JoinRequest, context: Context) -> pb.JoinResponse:
         """Makes the caller a member."""
         self._check_negotiation(request)
-        member = self._run.join(wire.applicant(request, new_session(), peer_of(context)))
+        member = await self._run.join(wire.applicant(request, new_session(), peer_of(context)))
         file = self._run.file
         return pb.JoinResponse(
             worker_id=member.worker_id,
@@ -62,6 +63,8 @@ class CoordinatorServicer:
                 frame = await seat.outbox.get()
                 if isinstance(frame, AyniError):
                     raise frame
+                if isinstance(frame, StateOffer):
+                    seat.unproven = False
                 yield wire.assignment_frame(frame)
                 if isinstance(frame, Shutdown):
                     return
@@ -85,10 +88,12 @@ class CoordinatorServicer:
         """Waits for the step's commit."""
         seat = self._seat(request.worker_id, context)
         try:
-            told = await self._run.commit(seat, wire.key(request), wire.report(request))
+            kind = wire.kind_name(request.kind)
+            told = await self._run.commit(seat, wire.key(request), kind, wire.report(request))
         except AyniError as error:
-            self._run.note_refusal(error, seat.member.name)
+            self._run.note_refusal(error, seat)
             raise
+        failpoints.hit("coordinator.commit.told")
         return wire.committed(told)
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatResponse:
@@ -96,6 +101,9 @@ class CoordinatorServicer:
         seat = self._seat(request.worker_id, context)
         self._run.epochs.renew(seat.member.worker_id, wire.one_line(request.activity[:32]))
         self._run.published(seat, request.published_steps)
+        if seat.elastic:
+            self._run.note_completed(seat, request.completed_steps)
+            self._run.failed_offer(seat, request.failed_offer_id, wire.one_line(request.failed_offer_reason[:256]))
         return pb.HeartbeatResponse(
             epoch=self._run.epochs.core.epoch.number, stored_steps=self._run.progress.settled_steps
         )
@@ -136,13 +144,13 @@ class CoordinatorServicer:
                 return
             await self._run.next_change(interval, limit=1.0)
 
-    async def Attach(self, _: object, context: Context) -> None:
-        """Not available in this version."""
-        await context.abort(
-            grpc.StatusCode.UNIMPLEMENTED,
-            "Attach is not available in this version of the coordinator: calls to agents that nobody can dial come "
-            "with the block half",
-        )
+    async def Attach(
+        self, requests: AsyncIterator[pb.AttachRequest], context: Context
+    ) -> AsyncIterator[pb.AttachResponse]:
+        """Carries calls to an agent that nobody can dial, as long as it is a member."""
+        async with aclosing(self.attachments.serve(requests, context, self._seat)) as responses:
+            async for response in responses:
+                yield response
 
     def _seat(self, worker_id: int, context: Context) -> Seat:
         metadata = {key: value for key, value in context.invocation_metadata() or ()}

@@ -18,6 +18,8 @@ _STATES = {
     "running": pb.RUN_STATE_RUNNING,
     "finished": pb.RUN_STATE_FINISHED,
     "halted": pb.RUN_STATE_HALTED,
+    "paused": pb.RUN_STATE_PAUSED,
+    "suspended": pb.RUN_STATE_PAUSED,
 }
 
 
@@ -34,8 +36,13 @@ def describe(run: Run, artifacts: Artifacts) -> pb.GetRunResponse:
 
 def shared_config(run: Run) -> dict[str, object]:
     """Returns the part of the run file that workers get: everything but what concerns the coordinator's own machine."""
+    return config_of(run.file)
+
+
+def config_of(file: RunConfig) -> dict[str, object]:
+    """Returns the same for a run file."""
     shared = {field.name for field in fields(RunConfig)}
-    return {name: value for name, value in to_mapping(run.file).items() if name in shared}
+    return {name: value for name, value in to_mapping(file).items() if name in shared}
 
 
 def snapshot(run: Run) -> pb.RunSnapshot:
@@ -58,6 +65,10 @@ def snapshot(run: Run) -> pb.RunSnapshot:
         reducer_bytes=held,
         reducer_peak_bytes=progress.peak_reducer_bytes,
         stored_steps=progress.stored_steps,
+        extra_leases=progress.extra_leases,
+        skipped_microbatches=progress.skipped_microbatches,
+        norm_alarms=progress.norm_alarms,
+        divergences=progress.divergences,
     )
     for name in ("loss", "evaluation_loss", "evaluation_accuracy"):
         if (value := getattr(progress, name)) is not None:
@@ -78,9 +89,13 @@ def _worker(run: Run, seat: Seat) -> pb.WorkerSnapshot:
         last_seen=duration(run.epochs.silence(member)),
         times=times_message(seat.times),
         peer=member.applicant.peer,
-        committed=bool(run.live and member.worker_id in run.live.core.committed),
+        committed=bool(run.live and run.live.core.has_committed(member.worker_id)),
         received_bytes=seat.flow.received_bytes,
         sent_bytes=seat.flow.sent_bytes,
+        share_reason=seat.share_reason,
+        following=seat.following,
+        strikes=seat.strikes,
+        memory_bytes=member.applicant.memory_bytes,
     )
 
 
@@ -94,8 +109,8 @@ def _waiting(run: Run) -> pb.Waiting | None:
     leases = run.live.core.uncommitted
     doing = [f"{lease.worker_name} ({_activity(run, lease.worker_id)})" for lease in leases]
     return pb.Waiting(
-        reason=f"{run.live.core.label} waits for {', '.join(doing)}",
-        worker_names=[lease.worker_name for lease in leases],
+        reason=f"{run.live.core.label} waits for {', '.join(dict.fromkeys(doing))}",
+        worker_names=list(dict.fromkeys(lease.worker_name for lease in leases)),
     )
 
 

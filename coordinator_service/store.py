@@ -1,116 +1,109 @@
-"""The run's state on disk: an embedded database, written before anything is announced.  [shell]
+"""The run's state, written before anything is announced: what a store can do, and which one is opened.  [shell]
 
-One SQLite file for each run, in WAL mode with full synchronisation: when `commit` returns, the commit has reached the
-disk. All calls block; `commit`, which waits for
-the disk, belongs off the event loop.
+A store is exclusive: while one coordinator has a run open to write, another is refused. Whoever only reads (`to_read`)
+may do so at any time, also while the run goes on.
 """
 
-import fcntl
-import json
-import os
-import sqlite3
-from dataclasses import asdict
 from pathlib import Path
+from typing import Protocol
 
-from coordinator_service.store_records import CommitRecord
+from ayni.settings import SettingsError
+from coordinator_service.config import RunFile
+from coordinator_service.store_records import CommitRecord, EpochRecord
 
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS commits (
-    kind TEXT NOT NULL, step INTEGER NOT NULL, attempt INTEGER NOT NULL, epoch INTEGER NOT NULL,
-    position INTEGER NOT NULL, num_samples INTEGER NOT NULL, total_weight INTEGER NOT NULL, loss REAL,
-    gradient_norm REAL NOT NULL, learning_rate REAL NOT NULL, num_correct INTEGER NOT NULL,
-    num_predictions INTEGER NOT NULL, parameters_sha256 TEXT NOT NULL, shards TEXT NOT NULL, unix_time REAL NOT NULL,
-    PRIMARY KEY (kind, step));
-"""
+_SCHEMES = ("postgresql://", "postgres://")
 
 
-class RunStore:
-    """State of one run."""
+class TakenOver(OSError):
+    """Another coordinator has had the run since this one lost its connection; this one must end."""
 
-    def __init__(self, folder: Path, *, fresh: bool = False) -> None:
-        """Opens the run's database, making it if it is not there.
 
-        Args:
-            folder: the run's own folder.
-            fresh: removes an earlier run's database first, unless another coordinator has it open.
+class RunStore(Protocol):
+    """State of one run. All calls block, any thread may make them, and what they write is durable when they return.
 
-        Raises:
-            OSError: the folder can't be made or written.
-        """
-        folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / "run.sqlite3"
-        self._lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR, 0o600)
-        _lock_or_refuse(self._lock, folder)
-        if fresh:
-            for suffix in ("", "-wal", "-shm"):
-                self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
-        try:
-            self._connection = _open(self.path)
-        except sqlite3.Error as error:
-            os.close(self._lock)
-            raise OSError(f"the run's state in {self.path} can't be opened: {error}") from None
+    Every call raises OSError where the database can't do it: the disk is full, the connection is lost, another commit
+    of the step is there. What was to be written is then there whole or not at all; the same call may be made again, and
+    does nothing if it is there. A lost connection is opened again by the next call, unless another coordinator has had
+    the run in the meantime: TakenOver.
+    """
 
-    def committed_steps(self) -> int:
-        """Returns how many training steps are committed."""
-        row = self._connection.execute("SELECT COUNT(*) FROM commits WHERE kind = 'train'").fetchone()
-        return int(row[0])
+    path: str
+    """Where the state is, for people; without secrets."""
+
+    def commit(self, record: CommitRecord) -> None:
+        """Keeps a commit."""
 
     def commits(self) -> list[CommitRecord]:
-        """Returns all commits, in the order of their steps."""
-        names = list(CommitRecord.__dataclass_fields__)
-        rows = self._connection.execute(f"SELECT {', '.join(names)} FROM commits ORDER BY step, kind DESC")
-        return [_record(dict(zip(names, row, strict=True))) for row in rows]
+        """Returns the commits that count, in the order in which they were made: an evaluation after its training."""
 
-    def set_facts(self, facts: dict[str, str]) -> None:
-        """Keeps named values, such as the configuration and the agreed fingerprints."""
-        self._connection.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?)", facts.items())
+    def superseded(self) -> list[CommitRecord]:
+        """Returns the commits that were taken back by `rewind`, in the order in which they were made."""
+
+    def last_commit(self) -> CommitRecord | None:
+        """Returns the newest commit that counts; None before the first."""
+
+    def committed_steps(self) -> int:
+        """Returns one past the newest training step that counts; 0 before the first."""
+
+    def begin_epoch(self, record: EpochRecord) -> None:
+        """Keeps that a membership is in force; its number must be a new one."""
+
+    def last_epoch(self) -> EpochRecord | None:
+        """Returns the newest membership; None before the first."""
+
+    def rewind(self, steps: int, reason: str) -> None:
+        """Takes back all that came after the first `steps` training steps; it is kept, and counts no more.
+
+        The evaluation after those steps still counts.
+        """
 
     def facts(self) -> dict[str, str]:
         """Returns the named values."""
-        return dict(self._connection.execute("SELECT name, value FROM facts"))
 
-    def commit(self, record: CommitRecord) -> None:
-        """Keeps a commit; it is on disk when this returns.
-
-        Raises:
-            sqlite3.Error: the disk is full, or the step was committed before.
-        """
-        values = asdict(record) | {"shards": json.dumps(record.shards)}
-        marks = ", ".join("?" for _ in values)
-        self._connection.execute(
-            f"INSERT INTO commits ({', '.join(values)}) VALUES ({marks})",
-            list(values.values()),
-        )
+    def set_facts(self, facts: dict[str, str]) -> None:
+        """Keeps named values, such as the configuration and the agreed fingerprints; all of them or none."""
 
     def close(self) -> None:
-        """Closes the database and lets another coordinator open it."""
-        self._connection.close()
-        os.close(self._lock)
+        """Closes the database and lets another coordinator open the run."""
 
 
-def _open(path: Path) -> sqlite3.Connection:
-    connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
-    try:
-        connection.execute("PRAGMA journal_mode=WAL")
-        connection.execute("PRAGMA synchronous=FULL")
-        connection.executescript(_SCHEMA)
-    except sqlite3.Error:
-        connection.close()
-        raise
-    return connection
+def open_store(file: RunFile) -> RunStore:
+    """Opens a run's state to write it, making it if it is not there.
+
+    Raises:
+        SettingsError: the database has an address that this version does not know.
+        OSError: the state can't be made or written, another coordinator has it open, or another version wrote it.
+    """
+    if not file.database:
+        return open_folder(file.state_dir / file.run_id, fresh=file.fresh)
+    return open_database(file.database, file.run_id, fresh=file.fresh)
 
 
-def _record(values: dict[str, object]) -> CommitRecord:
-    shards = tuple(tuple(shard) for shard in json.loads(str(values["shards"])))
-    return CommitRecord(**(values | {"shards": shards}))  # type: ignore[arg-type]
+def open_folder(folder: Path, *, fresh: bool = False, to_read: bool = False) -> RunStore:
+    """Opens the state that a run keeps in its own folder.
+
+    Args:
+        folder: the run's folder: state_dir/run_id.
+        fresh: removes what an earlier run left, unless another coordinator has it open.
+        to_read: only reads what is there.
+
+    Raises:
+        OSError: as `open_store`; with `to_read` also where there is no run.
+    """
+    from coordinator_service import sqlite_store
+
+    return sqlite_store.open_folder(folder, fresh=fresh, to_read=to_read)
 
 
-def _lock_or_refuse(lock: int, folder: Path) -> None:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        raise OSError(
-            f"another coordinator has {folder} open; stop it, or give this run another run_id or --state-dir"
-        ) from None
+def open_database(url: str, run_id: str, *, fresh: bool = False, to_read: bool = False) -> RunStore:
+    """Opens the state that a run keeps in a database server.
+
+    Raises:
+        SettingsError: the address is of no database that this version knows, or its client library is not installed.
+        OSError: as `open_folder`.
+    """
+    if not url.startswith(_SCHEMES):
+        raise SettingsError("database must begin with postgresql://, as in postgresql://USER@HOST/DATABASE")
+    from coordinator_service import postgres_store
+
+    return postgres_store.open_run(url, run_id, fresh=fresh, to_read=to_read)

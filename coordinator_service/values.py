@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from ayni.blocks.metadata import WorkerMetadata
 from ayni.order import microbatch_positions
 
 
@@ -22,6 +23,9 @@ class Assignment:
     rank: int
     world_size: int
     update: str
+    extra: bool = False
+    publish_state: bool = False
+    discard_state: bool = False
 
     @property
     def shard_start(self) -> int:
@@ -43,6 +47,34 @@ class Waiting:
 
     reason: str
     worker_names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Revoked:
+    """A lease is taken back."""
+
+    lease_id: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeerState:
+    """A train state in a worker's host tier."""
+
+    worker_id: int
+    worker_name: str
+    metadata: WorkerMetadata
+    relayed: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateOffer:
+    """Where the state that a follower lacks can be had."""
+
+    offer_id: int
+    completed_steps: int
+    source: PeerState | str
+    """The worker that has it, or the run that stored it as objects."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,22 +1,24 @@
 """Messages to values and back. Generated classes stop here and in `service`.  [shell]"""
 
+import math
 from collections.abc import Sequence
 
+from ayni.blocks import metadata_messages
 from ayni.buckets import BLOCK_COMPONENTS, FLAT, NON_BLOCK_COMPONENTS, Bucket
 from ayni.errors import BadRequest, SpecMismatch, TooLarge
 from ayni.messages import dtype_name, times_of
-from ayni.step_values import Commit, MicrobatchStats
+from ayni.step_values import Commit, MicrobatchStats, Report
 from ayni.tensors import WIRE_DTYPES, TensorSpec, itemsize
 from ayni.v1 import coordinator_pb2 as pb
 from ayni.v1 import tensor_pb2
 from coordinator_service import values
+from coordinator_service.leases import Key, Moment, Totals
 from coordinator_service.membership import Applicant
-from coordinator_service.run import Report
-from coordinator_service.steps import Key, Moment, Totals
 
 _MAX_MICROBATCHES = 1 << 16
 _MAX_COMPONENTS = 1 << 16
 _MAX_SAMPLES = 1 << 48
+_MAX_BUCKETS = 1 << 20
 _KINDS = {"train": pb.STEP_KIND_TRAIN, "evaluate": pb.STEP_KIND_EVALUATE}
 
 Begin = pb.GradientBegin | pb.BlockGradientBegin | pb.NonBlockGradientBegin
@@ -51,6 +53,9 @@ def applicant(request: pb.JoinRequest, session: str, peer: str) -> Applicant:
         gpu_count=request.gpu_count,
         device_names=tuple(one_line(name[:64]) for name in request.device_names[:16]),
         address=request.worker_address[:256],
+        elastic=request.elastic,
+        max_microbatches=request.max_microbatches,
+        memory_bytes=request.memory_bytes,
         agreements=agreements,
         summaries={
             "task_fingerprint": one_line(request.task_summary[:256]),
@@ -117,9 +122,16 @@ def stats(messages: Sequence[pb.MicrobatchStats]) -> list[MicrobatchStats]:
             loss_sum=m.loss_sum if m.HasField("loss_sum") else None,
             num_correct=m.num_correct,
             num_predictions=m.num_predictions,
+            non_finite=m.non_finite,
         )
         for m in messages
     ]
+
+
+def num_buckets(message: pb.RoundBegin) -> int:
+    """Returns how many buckets a worker says that it contributes to; 0 for not said."""
+    _limit("num_buckets", message.num_buckets, _MAX_BUCKETS)
+    return message.num_buckets
 
 
 def key(message: pb.RoundBegin | pb.CommitStepRequest) -> Key:
@@ -143,16 +155,24 @@ def kind_name(value: int) -> str:
 def report(request: pb.CommitStepRequest) -> Report:
     """Returns what a worker says when it has done its lease."""
     return Report(
-        kind=kind_name(request.kind),
         num_buckets=request.num_buckets,
-        stats=stats(request.microbatches),
+        microbatches=stats(request.microbatches),
         parameters_sha256=request.parameters_sha256[:64],
         times=times_of(request.times),
+        following=request.following,
+        square_sum=request.square_sum if math.isfinite(request.square_sum) else 0.0,
     )
 
 
-def assignment_frame(frame: values.Assignment | values.Waiting | values.Shutdown) -> pb.ShardAssignmentResponse:
+Frame = values.Assignment | values.Waiting | values.Revoked | values.StateOffer | values.Shutdown
+
+
+def assignment_frame(frame: Frame) -> pb.ShardAssignmentResponse:
     """Returns a frame of the assignment stream."""
+    if isinstance(frame, values.Revoked):
+        return pb.ShardAssignmentResponse(revoked=pb.Revoked(lease_id=frame.lease_id, reason=frame.reason))
+    if isinstance(frame, values.StateOffer):
+        return pb.ShardAssignmentResponse(offer=_offer(frame))
     if isinstance(frame, values.Waiting):
         waiting = pb.Waiting(reason=frame.reason, worker_names=frame.worker_names)
         return pb.ShardAssignmentResponse(waiting=waiting)
@@ -161,6 +181,18 @@ def assignment_frame(frame: values.Assignment | values.Waiting | values.Shutdown
             shutdown=pb.Shutdown(reason=frame.reason, finished=frame.finished, committed_steps=frame.committed_steps)
         )
     return pb.ShardAssignmentResponse(assignment=_assignment(frame))
+
+
+def _offer(frame: values.StateOffer) -> pb.StateOffer:
+    message = pb.StateOffer(offer_id=frame.offer_id, completed_steps=frame.completed_steps)
+    if isinstance(frame.source, str):
+        message.stored.run_id = frame.source
+        return message
+    message.peer.worker_id = frame.source.worker_id
+    message.peer.worker_name = frame.source.worker_name
+    message.peer.relayed = frame.source.relayed
+    message.peer.metadata.CopyFrom(metadata_messages.metadata_message(frame.source.metadata))
+    return message
 
 
 def _assignment(frame: values.Assignment) -> pb.Assignment:
@@ -180,6 +212,9 @@ def _assignment(frame: values.Assignment) -> pb.Assignment:
         update=frame.update,
         shard_start=frame.shard_start,
         shard_stop=frame.shard_stop,
+        extra=frame.extra,
+        publish_state=frame.publish_state,
+        discard_state=frame.discard_state,
     )
 
 

@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 from grpc import aio
 
 from ayni.blocks import group_messages, metadata_messages, outcome_messages, transfer_messages
-from ayni.blocks.calls import Connect, Get, Has, LocalTransfer, Offload, Onboard, Pull, Put
+from ayni.blocks.calls import Connect, Get, Has, LocalTransfer, Offload, Onboard, Pull, Put, Remove
 from ayni.blocks.ids import Ids, as_ids
 from ayni.blocks.layouts import LocalLayout, Tier
 from ayni.blocks.messages import field
@@ -257,6 +257,14 @@ class GrpcBlockWorker:
             return outcome_messages.get_message(asked, self._epoch)
 
         return await self._ask_keys("GetBlocks", request, len(keys), timeout_s)
+
+    async def remove_blocks(self, layout: LocalLayout, keys: Sequence[bytes], timeout_s: float = 60.0) -> KeyReport:
+        """See BlockWorker. Where the worker can't be asked, every key has failed."""
+
+        def request() -> Message:
+            return outcome_messages.remove_message(Remove(layout=layout, keys=tuple(keys)), self._epoch)
+
+        return await self._ask_keys("RemoveBlocks", request, len(keys), timeout_s)
 
     async def _ask_keys(self, call: str, request: Request, num_keys: int, timeout_s: float) -> KeyReport:
         read = partial(outcome_messages.outcomes_of, num_keys=num_keys)

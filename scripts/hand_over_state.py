@@ -174,9 +174,9 @@ def _end(process: "subprocess.Popen[str]") -> None:
 
 
 def _final_hash(output: Path, run_id: str) -> str:
-    from coordinator_service.store import RunStore
+    from coordinator_service.store import open_folder
 
-    with contextlib.closing(RunStore(output / "state" / run_id)) as store:
+    with contextlib.closing(open_folder(output / "state" / run_id, to_read=True)) as store:
         return str(store.facts().get("final_parameters_sha256", ""))
 
 

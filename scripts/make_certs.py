@@ -1,14 +1,17 @@
-"""Makes a private certificate authority, and a server and a client certificate that come from it.
+"""Makes a private certificate authority, and certificates of a server, a client and workers that come from it.
 
-    python scripts/make_certs.py --out certs --host coordinator.example.org --host 192.0.2.10
+    python scripts/make_certs.py --out certs --host coordinator.example.org --host 192.0.2.10 --worker ant --worker bee
 
-The server gets server.pem and server.key (and ca.pem to ask clients for theirs), each worker ca.pem (and client.pem and
-client.key where the server asks). ca.key signs further certificates; keep it off both.
+The server gets server.pem and server.key (and ca.pem to ask clients for theirs), every caller ca.pem. Where the server
+asks for certificates, worker ant gets worker-ant.pem and worker-ant.key, and may join as "ant" or "ant-" and anything
+more; whoever only looks, such as the status command, gets client.pem and client.key. ca.key signs further certificates:
+keep it off all of them, and give it with --ca to make certificates of workers that come later.
 """
 
 import argparse
 import ipaddress
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +26,8 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 DEFAULT_HOSTS = ("localhost", "127.0.0.1", "::1")
 FILE_MODE = 0o600
 _CLOCK_SKEW = timedelta(hours=1)
+_WORKER_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
+"""Also a name of files; 64 is the longest common name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,26 +39,20 @@ class Issued:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Writes the six files and returns the exit code."""
+    """Writes the files and returns the exit code."""
     given = _parser().parse_args(arguments)
     lifetime = timedelta(days=given.days)
-    ca = make_ca(lifetime)
-    server = issue(ca, "ayni server", lifetime, given.host or DEFAULT_HOSTS)
-    client = issue(ca, "ayni client", lifetime)
-    contents = {
-        f"{name}{suffix}": pem
-        for name, issued in (("ca", ca), ("server", server), ("client", client))
-        for suffix, pem in ((".pem", _certificate_pem(issued)), (".key", _key_pem(issued)))
-    }
     try:
-        write(given.out, contents, force=given.force)
-    except OSError as error:
+        ca = _load_ca(given.ca) if given.ca else make_ca(lifetime)
+        made = {f"worker-{name}": issue(ca, name, lifetime) for name in given.worker}
+        if not given.ca:
+            server = issue(ca, "ayni server", lifetime, given.host or DEFAULT_HOSTS)
+            made |= {"ca": ca, "server": server, "client": issue(ca, "ayni client", lifetime)}
+        write(given.out, _contents(made), force=given.force)
+    except (OSError, ValueError) as error:
         print(f"make_certs: {error}", file=sys.stderr)
         return 1
-    print(f"server: --tls-certificate {given.out}/server.pem --tls-key {given.out}/server.key")
-    print(f"client: --tls-ca {given.out}/ca.pem")
-    print(f"both sides known to one another: server --tls-client-ca {given.out}/ca.pem,", end=" ")
-    print(f"client --tls-certificate {given.out}/client.pem --tls-key {given.out}/client.key")
+    _explain(given.out, given.worker, is_new=not given.ca)
     return 0
 
 
@@ -68,7 +67,11 @@ def make_ca(lifetime: timedelta) -> Issued:
 
 
 def issue(ca: Issued, common_name: str, lifetime: timedelta, hosts: Sequence[str] = ()) -> Issued:
-    """Returns a certificate of a server that is reached as any of `hosts`; without hosts, of a client."""
+    """Returns a certificate of a server that is reached as any of `hosts`; without hosts, of a client.
+
+    Raises:
+        ValueError: the name does not fit into a certificate.
+    """
     key = ec.generate_private_key(ec.SECP256R1())
     purpose = ExtendedKeyUsageOID.SERVER_AUTH if hosts else ExtendedKeyUsageOID.CLIENT_AUTH
     authority = x509.AuthorityKeyIdentifier.from_issuer_public_key(ca.key.public_key())
@@ -81,6 +84,40 @@ def issue(ca: Issued, common_name: str, lifetime: timedelta, hosts: Sequence[str
         names = x509.SubjectAlternativeName([_alternative_name(host) for host in hosts])
         builder = builder.add_extension(names, critical=False)
     return Issued(certificate=builder.sign(ca.key, hashes.SHA256()), key=key)
+
+
+def _load_ca(folder: Path) -> Issued:
+    certificate = x509.load_pem_x509_certificate((folder / "ca.pem").read_bytes())
+    key = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise ValueError(f"{folder}/ca.key is not a key that this program made")
+    return Issued(certificate=certificate, key=key)
+
+
+def _contents(made: Mapping[str, Issued]) -> dict[str, bytes]:
+    return {
+        f"{name}{suffix}": pem
+        for name, issued in made.items()
+        for suffix, pem in ((".pem", _certificate_pem(issued)), (".key", _key_pem(issued)))
+    }
+
+
+def _explain(out: Path, workers: Sequence[str], *, is_new: bool) -> None:
+    if is_new:
+        print(f"server: --tls-certificate {out}/server.pem --tls-key {out}/server.key")
+        print(f"client: --tls-ca {out}/ca.pem")
+        print(f"both sides known to one another: server --tls-client-ca {out}/ca.pem,", end=" ")
+        print(f"client --tls-certificate {out}/client.pem --tls-key {out}/client.key")
+    for name in workers:
+        print(f"worker {name}: --tls-certificate {out}/worker-{name}.pem --tls-key {out}/worker-{name}.key")
+
+
+def _worker_name(text: str) -> str:
+    if not _WORKER_NAME.fullmatch(text):
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: 1 to 64 letters, digits, dots, dashes and underscores, no dot first"
+        )
+    return text
 
 
 def write(folder: Path, contents: Mapping[str, bytes], *, force: bool) -> None:
@@ -100,7 +137,7 @@ def write(folder: Path, contents: Mapping[str, bytes], *, force: bool) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Makes a private CA with a server and a client certificate.")
+    parser = argparse.ArgumentParser(description="Makes a private CA and certificates.")
     parser.add_argument("--out", type=Path, default=Path("certs"), help="folder to write to (default: certs)")
     parser.add_argument(
         "--host",
@@ -108,6 +145,10 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help=f"name or IP address that clients reach the server by; repeatable (default: {', '.join(DEFAULT_HOSTS)})",
     )
+    parser.add_argument(
+        "--worker", action="append", default=[], type=_worker_name, metavar="NAME", help="worker or machine; repeatable"
+    )
+    parser.add_argument("--ca", type=Path, metavar="FOLDER", help="folder with ca.pem and ca.key: only adds workers")
     parser.add_argument("--days", type=int, default=825, help="days that the certificates are valid (default: 825)")
     parser.add_argument("--force", action="store_true", help="replace files that are there")
     return parser

@@ -25,7 +25,7 @@ from typing import IO
 from ayni.process import load_yaml
 from ayni.run_config import RunConfig
 from ayni.settings import SettingsError, from_mapping
-from coordinator_service.store import RunStore
+from coordinator_service.store import open_folder
 
 ROOT = Path(__file__).resolve().parent.parent
 STEP_LINES = " INFO worker_agent.progress:"
@@ -219,7 +219,7 @@ def _token_file(folder: Path) -> Iterator[Path]:
 
 
 def _result(run: RunConfig, workers: int, output: Path, wall: float) -> dict[str, object]:
-    with contextlib.closing(RunStore(output / "state" / run.run_id)) as store:
+    with contextlib.closing(open_folder(output / "state" / run.run_id, to_read=True)) as store:
         steps, facts = store.committed_steps(), store.facts()
         evaluations = [commit for commit in store.commits() if commit.kind == "evaluate"]
     last = evaluations[-1] if evaluations else None

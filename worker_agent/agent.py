@@ -1,69 +1,45 @@
 """Life of a worker: find out what the run is, get its files, build the task, join, train, leave.  [shell]
 
-The only wiring: everything here constructs, connects, starts or stops. Torch is imported when the task is built, so
-that a wrong address or token is told at once.
+The only wiring, with `worker_agent.job`: everything here constructs, connects, starts or stops.
 """
 
 import contextlib
-import json
 import logging
 import os
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ayni.channels import open_channel
-from ayni.errors import Deadline, StorageFailed, TooLarge
+from ayni.errors import RunEnded
 from ayni.logs import log_context
 from ayni.process import DONE, FAILED, Stopped, TemporaryFailure, load_token, on_signal
-from ayni.run_config import RunConfig
-from ayni.settings import SettingsError, from_mapping
+from ayni.settings import SettingsError
 from worker_agent import bridge
 from worker_agent.artifacts import ArtifactCache
-from worker_agent.client import ClientConfig, WorkerClient
+from worker_agent.attachment import AttachConfig, Attachment, is_needed
+from worker_agent.client import WorkerClient
 from worker_agent.config import WorkerConfig
 from worker_agent.contact import first_contact
 from worker_agent.coordinator import Coordinator
 from worker_agent.faults import CoordinatorLost, CoordinatorUnreachable, Interrupted
+from worker_agent.job import Builder, Fill, Job
 from worker_agent.messages import Run
 from worker_agent.progress import Reporter, make_reporter
-from worker_agent.serving import ServiceConfig, serving
+from worker_agent.serving import BlockService, ServiceConfig, block_service
 from worker_agent.train_state_format import MODEL
 
 if TYPE_CHECKING:
-    from worker_agent.backend import Backend
-    from worker_agent.blocks.worker import LocalBlockWorker
-    from worker_agent.train_state import TrainState
     from worker_agent.training.events import TrainResult
-    from worker_agent.training.loop import Trainer
-    from worker_agent.training.task import Task
 
 _log = logging.getLogger(__name__)
 
-Fill = Callable[["LocalBlockWorker", "TrainState"], None]
-"""Brings the blocks of a train state into a worker's layout; called on the training thread."""
-
 _START_SECONDS = 15.0
 _STOP_SECONDS = 10.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Job:
-    """Everything that was built before joining."""
-
-    run: Run
-    config: RunConfig
-    backend: "Backend"
-    task: "Task"
-    trainer: "Trainer"
-    state: "TrainState"
-    folder: Path
 
 
 class Agent:
@@ -80,7 +56,7 @@ class Agent:
         self._fill = fill
         self._name = config.name or f"{socket.gethostname()}-{os.getpid()}"
         self._network = bridge.shared()
-        self._blocks: LocalBlockWorker | None = None
+        self._service: BlockService | None = None
         self._client: WorkerClient | None = None
         self._signal = ""
 
@@ -110,14 +86,19 @@ class Agent:
             _log.debug("traceback", exc_info=error)
             _log.warning("interrupted (%s)", self._signal or "SIGINT")
             return FAILED
+        if isinstance(error, RunEnded) and error.metadata.get("state") == "finished":
+            _log.warning("the run is finished, and this worker was away at its end: it has no final parameters")
+            return DONE
         if isinstance(error, CoordinatorUnreachable | CoordinatorLost):
             raise TemporaryFailure(str(error)) from error
         raise error
 
     def _live(self, token: str, address: str, reporter: Reporter) -> int:
         run, files = self._fetch(token, reporter)
+        assert self._service
+        builder = Builder(self._config, self._name, self._service, self._network, self._membership)
         try:
-            job = self._build(run, files)
+            job = builder.build(run, files, self._fill)
         except Exception as error:
             self._check_signal()
             for problem in _problems(error):
@@ -125,10 +106,10 @@ class Agent:
             _log.debug("traceback", exc_info=True)
             return FAILED
         self._check_signal()
-        self._client = client = WorkerClient.connect(
-            self._client_config(job, token, address), job.backend.gpu_count, job.backend.name
-        )
-        with self._leaving(client):
+        join_config = job.join_config(self._config, self._name, token, address)
+        self._client = client = WorkerClient.connect(join_config, job.backend.gpu_count, job.backend.name)
+        client.on_offer(job.offered.offered)
+        with self._leaving(client), self._attached(client, token):
             result = self._train(job, client, reporter)
             client.close("the run is over", result.parameters_sha256)
         _log.info("%s", _farewell(result, client))
@@ -163,65 +144,7 @@ class Agent:
             )
         return run, files
 
-    def _build(self, run: Run, files: dict[str, Path]) -> _Job:
-        """Builds the task and what trains it.
-
-        Raises:
-            Exception: it does not fit this machine, or the run's files, or the task has a bug.
-        """
-        run_config = from_mapping(RunConfig, json.loads(run.config_json))
-        if not run_config.task.name:
-            raise ValueError("its run file names no task, so its workers are scripts of their own (see WorkerClient)")
-        _log.info("loading task %s", run_config.task.name)
-        began = time.monotonic()
-        import torch
-
-        from worker_agent import backend
-        from worker_agent.training.load import load_task
-        from worker_agent.training.loop import Trainer, TrainingConfig
-
-        torch.set_num_threads(self._config.threads)
-        resolved = backend.resolve(self._config.backend)
-        task = load_task(run_config.task, files, run_config.seed, resolved.device)
-        folder = self._config.output_dir or Path("ayni-output") / run_config.run_id / self._name
-        training = TrainingConfig(
-            checkpoint_folder=folder / "checkpoints",
-            checkpoint_every=self._config.checkpoint_every,
-            means_timeout_s=self._config.exchange_timeout.total_seconds(),
-        )
-        trainer = Trainer(task, run_config, training)
-        state = self._restored(run_config, trainer)
-        seconds = time.monotonic() - began
-        _log.info("loaded in %.1f s on %s: %s; %s", seconds, resolved.name, task.summary(), task.dataset_summary())
-        return _Job(
-            run=run, config=run_config, backend=resolved, task=task, trainer=trainer, state=state, folder=folder
-        )
-
-    def _client_config(self, job: _Job, token: str, address: str) -> ClientConfig:
-        config, task = self._config, job.task
-        return ClientConfig(
-            coordinator=config.coordinator,
-            token=token,
-            run_id=job.run.run_id,
-            worker_name=self._name,
-            tls=config.tls,
-            insecure=config.insecure,
-            connect_timeout=config.connect_timeout,
-            exchange_timeout=config.exchange_timeout,
-            device_names=job.backend.device_names,
-            worker_address=address,
-            task_fingerprint=task.fingerprint(),
-            task_summary=task.summary(),
-            dataset_fingerprint=task.dataset_fingerprint(),
-            dataset_summary=task.dataset_summary(),
-            num_training_samples=task.num_samples,
-            num_evaluation_samples=task.num_evaluation_samples,
-            num_blocks=1 + max((s.bucket.index for s in task.buckets if s.bucket.kind == "block"), default=-1),
-            completed_steps=job.trainer.completed_steps,
-            parameters_sha256=job.trainer.parameters_sha256(),
-        )
-
-    def _train(self, job: _Job, client: WorkerClient, reporter: Reporter) -> "TrainResult":
+    def _train(self, job: Job, client: WorkerClient, reporter: Reporter) -> "TrainResult":
         from worker_agent.training.events import StepEvent
         from worker_agent.training.metrics import Metrics
 
@@ -231,43 +154,15 @@ class Agent:
             metrics.write(event)
             with self._context(rank=event.rank, epoch=event.epoch, step=event.step):
                 reporter.stepped(event, job.config.num_steps)
-            if event.kind == "train":
-                self._publish(job, client)
+            if event.kind == "train" and not event.following:
+                steps, is_asked = job.trainer.completed_steps, event.publish_state
+                job.publisher.updated(client, steps, job.trainer.state, is_asked=is_asked)
 
         try:
             return job.trainer.train(client, on_event)
         finally:
             metrics.close()
             job.trainer.close()
-
-    def _restored(self, config: RunConfig, trainer: "Trainer") -> "TrainState":
-        """Returns the train state's place in the block half; where the run goes on, the trainer goes on with it."""
-        from worker_agent.train_state import TrainState
-
-        assert self._blocks
-        state = TrainState(self._network, self._blocks, config.state, config.run_id)
-        if config.state.resume_step:
-            if self._fill:
-                self._fill(self._blocks, state)
-            else:
-                state.load()
-            trainer.restore("the train state", *state.unpack(config.state.resume_step))
-            _log.info("going on from the state behind step %d", trainer.completed_steps)
-        return state
-
-    def _publish(self, job: _Job, client: WorkerClient) -> None:
-        """Publishes the train state, if it is due, once the one before has been stored."""
-        state, steps = job.state, job.trainer.completed_steps
-        if not state.is_due(steps):
-            return
-        try:
-            if state.is_awaiting_store:
-                client.wait_settled(state.published_steps, self._config.exchange_timeout)
-            state.publish(*job.trainer.state())
-        except (Deadline, StorageFailed, TooLarge) as error:
-            _log.warning("the state behind step %d is not published: %s", steps, error)
-            return
-        client.publish(steps)
 
     def _context(self, **fields: object) -> AbstractContextManager[None]:
         """Adds fields to log events for machines; people read them in the sentences."""
@@ -300,10 +195,34 @@ class Agent:
             self._network.wait(coordinator.close(), _STOP_SECONDS, "the end of a channel")
 
     @contextmanager
+    def _attached(self, client: WorkerClient, token: str) -> Iterator[None]:
+        """Lets the coordinator call this worker over a stream that it opens, where the configuration says so."""
+        if not self._is_attached():
+            yield
+            return
+        config = self._config
+        assert self._service
+        attaching = AttachConfig(coordinator=config.coordinator, token=token, tls=config.tls, insecure=config.insecure)
+        attachment = Attachment(attaching, self._service.servicer)
+        client.on_member(lambda member: attachment.follow(member.membership))
+        try:
+            yield
+        finally:
+            self._network.wait(attachment.close(), _STOP_SECONDS, "the end of the attachment")
+
+    def _is_attached(self) -> bool:
+        config = self._config
+        return is_needed(config.attach, config.listen, config.coordinator)
+
+    def _membership(self) -> WorkerClient:
+        assert self._client
+        return self._client
+
+    @contextmanager
     def _serving(self, token: str) -> Iterator[str]:
         """Serves this worker's own service and yields where it can be dialled."""
         config = self._config
-        service = serving(
+        service = block_service(
             ServiceConfig(
                 listen=config.listen,
                 token=token,
@@ -314,10 +233,12 @@ class Agent:
                 model=MODEL,
             )
         )
-        self._blocks = self._network.wait(service.__aenter__(), _START_SECONDS, f"a server at {config.listen}")
-        print(f"listening on {self._blocks.bound}", flush=True)
+        self._service = self._network.wait(service.__aenter__(), _START_SECONDS, f"a server at {config.listen}")
+        worker = self._service.worker
+        print(f"listening on {worker.bound}", flush=True)
         try:
-            yield self._blocks.address
+            # Where calls must come back over this worker's own stream, its address would mislead.
+            yield "" if config.attach == "auto" and self._is_attached() else worker.address
         finally:
             self._network.wait(service.__aexit__(None, None, None), _STOP_SECONDS, "the end of the server")
 

@@ -8,13 +8,15 @@ from ayni.endpoints import ClientTls
 from ayni.errors import AyniError, Unsupported
 from ayni.settings import SettingsError
 from worker_agent.blocks.engine import Engine
-from worker_agent.blocks.engines.grpc_engine import Dialling, GrpcEngine
+from worker_agent.blocks.engines.grpc_engine import Dialling, GrpcEngine, Relays
 from worker_agent.blocks_config import BlocksConfig
 
 _log = logging.getLogger(__name__)
 
 
-def make_engines(config: BlocksConfig, token: str, tls: ClientTls, insecure: bool) -> list[Engine]:
+def make_engines(
+    config: BlocksConfig, token: str, tls: ClientTls, insecure: bool, relays: Relays | None = None
+) -> list[Engine]:
     """Returns the engines that are possible here, best first. Call it on the running loop.
 
     Args:
@@ -22,14 +24,16 @@ def make_engines(config: BlocksConfig, token: str, tls: ClientTls, insecure: boo
         token: what peers are called with.
         tls: whom to trust when dialling peers.
         insecure: dial peers in clear although others may read along.
+        relays: peers that are reached through somebody else; may change later.
 
     Raises:
         SettingsError: none is possible.
     """
     engines: list[Engine] = []
+    dialling = Dialling(token=token, tls=tls, insecure=insecure, relays={} if relays is None else relays)
     for name in config.engines:
         try:
-            engines.append(_make(name, Dialling(token=token, tls=tls, insecure=insecure)))
+            engines.append(_make(name, dialling))
         except (AyniError, ImportError, OSError) as error:
             _log.warning("engine %s is not used: %s", name, error)
     if not engines:

@@ -5,7 +5,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
-from ayni.endpoints import ClientTls, ServerTls
+from ayni.endpoints import ClientTls, ServerLimits, ServerTls
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +53,8 @@ class ServeConfig:
     """TLS towards peers."""
     server_tls: ServerTls = field(default_factory=ServerTls)
     """TLS of this agent's own service."""
+    limits: ServerLimits = field(default_factory=ServerLimits)
+    """How much this agent's service takes at a time."""
     insecure: bool = False
     """Speak in clear with other addresses than loopback: token and blocks can be read on the way."""
     log_format: Literal["text", "json"] = "text"

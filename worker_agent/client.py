@@ -7,7 +7,6 @@ simple calls (`worker_agent.seed_calls`) for a loop of your own. The network run
 import logging
 import os
 import re
-import secrets
 import socket
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
@@ -23,15 +22,16 @@ from ayni.errors import AyniError
 from ayni.settings import SettingsError
 from ayni.tensors import TensorSpec
 from worker_agent import bridge, contributions, messages
-from worker_agent.contact import first_contact
 from worker_agent.contributions import Offer
 from worker_agent.coordinator import Coordinator
 from worker_agent.exchange import Contribution, Traffic
 from worker_agent.faults import Interrupted
-from worker_agent.member import Member
 from worker_agent.messages import JoinFacts, Shutdown
+from worker_agent.presence import OnMember, OnOffer, Presence
+from worker_agent.rejoining import Patience, Rejoining
 from worker_agent.seed_calls import SeedCalls
-from worker_agent.session import Commit, MicrobatchStats, ShardAssignment, StepTimes, Vector
+from worker_agent.session import Commit, MicrobatchStats, Report, ShardAssignment, Vector
+from worker_agent.standing import Standing
 
 _log = logging.getLogger(__name__)
 
@@ -90,17 +90,29 @@ class ClientConfig:
     """Updates that the parameters have had."""
     parameters_sha256: str = ""
     """Hash of the trainable parameters; empty for not checked."""
+    num_buckets: int = 0
+    """Buckets that a step's contributions consist of, for `contribute`; 0 for not said. Where it is said, the work of
+    this worker counts as soon as the last byte has left, even if it dies then."""
+    elastic: bool = False
+    """Take extra leases in the middle of a step (`commit` returns them), contribute again when a sum is lost, and come
+    back when the coordinator was lost. Not for the simple calls."""
+    rejoin_timeout: timedelta = timedelta(minutes=10)
+    """How long to try to come back, if `elastic`."""
+    max_microbatches: int = 0
+    """Most micro-batches of one step that this worker takes; 0 for no limit."""
+    memory_bytes: int = 0
+    """Memory that this worker computes in; 0 for not said."""
 
 
 class WorkerClient(SeedCalls):
     """One worker's membership in a run. Leaves when it is closed."""
 
-    def __init__(self, config: ClientConfig, network: bridge.Bridge, member: Member) -> None:
+    def __init__(self, config: ClientConfig, network: bridge.Bridge, presence: Presence) -> None:
         """For `connect`."""
         super().__init__()
         self._config = config
         self._bridge = network
-        self._member = member
+        self._presence = presence
 
     @classmethod
     def connect(cls, config: ClientConfig, gpu_count: int, backend: str) -> Self:
@@ -119,35 +131,46 @@ class WorkerClient(SeedCalls):
         _check_token(config.token)
         network = bridge.shared()
         joining = _join(config, gpu_count, backend)
-        member = network.wait(joining, _seconds(config.connect_timeout), f"Join at {config.coordinator}")
-        return cls(config, network, member)
+        presence = network.wait(joining, _seconds(config.connect_timeout), f"Join at {config.coordinator}")
+        return cls(config, network, presence)
 
     @property
     def worker_id(self) -> int:
         """Number of this worker in the run."""
-        return self._member.membership.worker_id
+        return self._presence.member.membership.worker_id
 
     @property
     def total_workers(self) -> int:
         """Workers in the current epoch; before the first, workers that the run waits for."""
-        taken = self._member.taken
-        return taken.world_size if taken else self._member.membership.total_workers
+        member, lease = self._presence.member, self._lease
+        taken = member.taken or lease
+        return taken.world_size if taken else member.membership.total_workers
 
     @property
     def wire_type(self) -> str:
         """Element type that gradients travel in."""
-        return self._member.membership.wire_type
+        return self._presence.member.membership.wire_type
 
     @property
     def traffic(self) -> Traffic:
         """Bytes of gradient frames so far."""
-        return self._member.traffic
+        return self._presence.standing.traffic
 
     @property
     def finished(self) -> bool:
         """Whether the coordinator has said that the run reached its last step."""
-        ending = self._member.news.ending
+        ending = self._presence.ending
         return isinstance(ending, Shutdown) and ending.finished
+
+    @property
+    def session(self) -> str:
+        """Secret of the membership of now, for calls that others pass on."""
+        return self._presence.member.membership.session
+
+    @property
+    def settled_steps(self) -> int:
+        """Steps behind the newest state that the coordinator has had stored, or has given up."""
+        return self._presence.standing.settled_steps
 
     def contribute(
         self,
@@ -170,33 +193,51 @@ class WorkerClient(SeedCalls):
             out=out,
             component_sizes=tuple(component_sizes),
             num_blocks=self._config.num_blocks,
+            num_buckets=self._config.num_buckets,
         )
         return self._contribute(offer)
 
-    def commit(
-        self,
-        assignment: ShardAssignment,
-        *,
-        num_buckets: int,
-        microbatches: Sequence[MicrobatchStats],
-        parameters_sha256: str = "",
-        times: StepTimes = StepTimes(),
-    ) -> Commit:
-        """Waits for the lease's contributions and the step's commit; see `Session.commit`."""
+    def commit(self, assignment: ShardAssignment, report: Report) -> Commit | ShardAssignment:
+        """Waits for the lease's contributions and the step's commit, or for an extra lease; see `Session.commit`."""
         self._check_usable()
         self._worked_on = assignment
-        work = self._member.commit(assignment, num_buckets, microbatches, parameters_sha256, times)
+        work = self._presence.commit(assignment, report)
         return self._wait(self._submit(work), f"the commit of step {assignment.step}")
+
+    def wake(self) -> None:
+        """Makes a `receive_shard` that waits, or the next one, raise `Woken` once."""
+        self._bridge.call_soon(self._presence.wake)
+
+    def on_offer(self, callback: OnOffer) -> None:
+        """Calls back, on the network's thread, with each offer of a state that this worker lacks."""
+        self._bridge.call_soon(self._presence.on_offer, callback)
+
+    def on_member(self, callback: OnMember) -> None:
+        """Calls back, on the network's thread, with the membership of now and with each one after a loss."""
+        self._bridge.call_soon(self._presence.on_member, callback)
+
+    def fail_offer(self, offer_id: int, reason: str) -> None:
+        """Tells the coordinator that an offered state could not be taken; it makes another offer."""
+        self._bridge.call_soon(self._presence.fail_offer, offer_id, reason)
+
+    def caught_up(self, completed_steps: int) -> None:
+        """Tells the coordinator at once that the parameters have had so many updates now."""
+        self._check_usable()
+        self._bridge.call_soon(lambda: self._presence.progress(completed_steps, beat=True))
+
+    def note_progress(self, completed_steps: int) -> None:
+        """Notes how many updates the parameters have had; heartbeats and a Join after a loss say it."""
+        self._check_usable()
+        self._bridge.call_soon(self._presence.progress, completed_steps)
 
     def report(self, activity: str) -> None:
         """Says what the worker is doing; travels with the next heartbeat."""
         self._check_usable()
-        self._member.activity = activity
+        self._presence.standing.activity = activity
 
     def publish(self, completed_steps: int) -> None:
         """Says that the train state behind so many steps can be read from this worker's host tier."""
-        self._check_usable()
-        self._bridge.call_soon(self._member.publish, completed_steps)
+        self._bridge.call_soon(self._presence.publish, completed_steps)
 
     def wait_settled(self, completed_steps: int, within: timedelta) -> None:
         """Waits until the coordinator has had the state behind a step stored, or has given it up.
@@ -205,12 +246,12 @@ class WorkerClient(SeedCalls):
             Deadline: it did neither in time.
         """
         self._check_usable()
-        work = self._member.settled(completed_steps, within)
+        work = self._presence.settled(completed_steps, within)
         self._bridge.wait(work, _seconds(within), f"the state behind step {completed_steps} to be stored")
 
     def interrupt(self, reason: str) -> None:
         """Makes every wait, now and from now on, raise `Interrupted`. May be called from a signal handler."""
-        self._bridge.call_soon(self._member.fail, Interrupted(reason))
+        self._bridge.call_soon(self._presence.fail, Interrupted(reason))
 
     def close(self, reason: str = "done", parameters_sha256: str = "") -> None:
         """Commits what is owed, leaves the run and ends the connection. A second call does nothing.
@@ -229,7 +270,7 @@ class WorkerClient(SeedCalls):
         except (AyniError, ConnectionError) as error:
             _log.warning("the last step was not committed: %s", error)
         finally:
-            leaving = self._member.leave(reason, parameters_sha256)
+            leaving = self._presence.leave(reason, parameters_sha256)
             self._bridge.wait(leaving, _GRACE.total_seconds(), "the goodbye to the coordinator")
 
     def __enter__(self) -> Self:
@@ -243,21 +284,23 @@ class WorkerClient(SeedCalls):
         self.close("done" if error is None else f"failed: {type(error).__name__}: {error}")
 
     def _has_news(self) -> bool:
-        return self._member.news.has_more
+        return self._presence.member.news.has_more
 
     def _next_shard(self) -> ShardAssignment | None:
-        waiting = self._member.next_assignment(self._config.shard_timeout)
+        waiting = self._presence.next_assignment(self._config.shard_timeout)
         return self._bridge.wait(waiting, _seconds(self._config.shard_timeout), "an assignment")
 
     def _contribute(self, offer: Offer) -> "Future[Vector]":
         contributions.check(offer)
         spec = TensorSpec(dtype=self.wire_type, num_elements=offer.out.size, component_sizes=offer.component_sizes)
-        return self._submit(_mean(self._member, offer, spec))
+        return self._submit(_mean(self._presence, offer, spec))
 
-    def _start_commit(
-        self, assignment: ShardAssignment, num_buckets: int, microbatches: Sequence[MicrobatchStats]
-    ) -> "Future[Commit]":
-        return self._submit(self._member.commit(assignment, num_buckets, microbatches, "", StepTimes()))
+    def _start_commit(self, assignment: ShardAssignment, report: Report) -> "Future[Commit | ShardAssignment]":
+        return self._submit(self._presence.commit(assignment, report))
+
+    @property
+    def _is_elastic(self) -> bool:
+        return self._config.elastic
 
     def _submit(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
         return self._bridge.submit(work)
@@ -266,33 +309,36 @@ class WorkerClient(SeedCalls):
         return bridge.wait(future, _seconds(self._config.exchange_timeout), what)
 
 
-async def _join(config: ClientConfig, gpu_count: int, backend: str) -> Member:
-    channel = open_channel(config.coordinator, config.token, config.tls, config.insecure, keepalive=config.keepalive)
-    coordinator = Coordinator(channel, config.coordinator)
-    try:
-        facts = _facts(config, gpu_count, backend)
-        membership = await first_contact(
-            lambda within: coordinator.join(facts, within), config.coordinator, config.connect_timeout
+async def _join(config: ClientConfig, gpu_count: int, backend: str) -> Presence:
+    def dial() -> Coordinator:
+        channel = open_channel(
+            config.coordinator, config.token, config.tls, config.insecure, keepalive=config.keepalive
         )
-    except BaseException:
-        await coordinator.close()
-        raise
-    member = Member(coordinator, membership, config.exchange_timeout)
-    member.start(config.completed_steps, config.parameters_sha256)
-    return member
+        return Coordinator(channel, config.coordinator)
+
+    standing = Standing(
+        elastic=config.elastic,
+        completed_steps=config.completed_steps,
+        parameters_sha256=config.parameters_sha256,
+    )
+    patience = Patience(exchange=config.exchange_timeout, rejoin=config.rejoin_timeout)
+    presence = Presence(Rejoining(dial, _facts(config, gpu_count, backend), standing, patience), standing, patience)
+    await presence.join(config.connect_timeout)
+    return presence
 
 
-async def _mean(member: Member, offer: Offer, spec: TensorSpec) -> Vector:
-    begin = messages.begin_frame(member.membership.worker_id, offer, spec)
-    contribution = Contribution(name=offer.name, begin=begin, spec=spec, parts=offer.parts, out=offer.out)
-    await member.contribute(offer.assignment, offer.bucket, contribution)
+async def _mean(presence: Presence, offer: Offer, spec: TensorSpec) -> Vector:
+    begin = messages.begin_frame(presence.member.membership.worker_id, offer, spec)
+    out = None if offer.assignment.extra else offer.out
+    contribution = Contribution(name=offer.name, begin=begin, spec=spec, parts=offer.parts, out=out)
+    await presence.contribute(offer.assignment, offer.bucket, contribution)
     return offer.out
 
 
 def _facts(config: ClientConfig, gpu_count: int, backend: str) -> JoinFacts:
     return JoinFacts(
         worker_name=config.worker_name or f"{socket.gethostname()}-{os.getpid()}",
-        join_nonce=secrets.token_hex(16),
+        join_nonce="",
         backend=backend,
         gpu_count=gpu_count,
         run_id=config.run_id,
@@ -305,6 +351,9 @@ def _facts(config: ClientConfig, gpu_count: int, backend: str) -> JoinFacts:
         dataset_summary=config.dataset_summary,
         num_training_samples=config.num_training_samples,
         num_evaluation_samples=config.num_evaluation_samples,
+        elastic=config.elastic,
+        max_microbatches=config.max_microbatches,
+        memory_bytes=config.memory_bytes,
     )
 
 

@@ -4,11 +4,12 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
-from ayni.endpoints import ClientTls, ServerTls
+from ayni.endpoints import ClientTls, ServerLimits, ServerTls
 from worker_agent.blocks_config import BlocksConfig
 
 _NAMES = {
     "backend": ("auto", "cuda", "wgpu", "cpu"),
+    "attach": ("auto", "always", "never"),
     "log_format": ("text", "json"),
     "log_level": ("debug", "info", "warning", "error"),
 }
@@ -44,6 +45,8 @@ class WorkerConfig:
     """TLS towards the coordinator."""
     server_tls: ServerTls = field(default_factory=ServerTls)
     """TLS of this worker's own service."""
+    limits: ServerLimits = field(default_factory=ServerLimits)
+    """How much this worker's own service takes at a time."""
     blocks: BlocksConfig = field(default_factory=BlocksConfig)
     """The block half: where lower tiers lie, by which engines others reach this worker."""
     insecure: bool = False
@@ -56,6 +59,17 @@ class WorkerConfig:
     """Longest silence while a file of the run is fetched."""
     cache_timeout: timedelta = timedelta(minutes=30)
     """Longest wait for another process of this machine that fetches the same file."""
+    rejoin_timeout: timedelta = timedelta(minutes=10)
+    """How long to try to come back when the coordinator is gone, before giving up with exit code 75."""
+    onboard_timeout: timedelta = timedelta(minutes=2)
+    """Longest time to fetch the run's state from another worker or from the object store."""
+    max_microbatches: int = 0
+    """Most micro-batches of one step that this worker takes. 0: no limit."""
+    follow_bytes: int = 1 << 30
+    """Most memory for the means of the steps that the others make while this worker fetches the run's state."""
+    attach: str = "auto"
+    """Whether calls to this worker travel back over a stream that it opens to the coordinator: always, never, or auto:
+    when it listens on loopback and the coordinator is elsewhere."""
     serve_after: timedelta = timedelta(0)
     """How long to go on serving blocks, such as the published train state, after the run; a signal ends it earlier."""
     log_format: str = "text"
@@ -72,7 +86,10 @@ class WorkerConfig:
             raise ValueError("threads must be at least 1 and checkpoint_every at least 0")
         if len(self.name.encode()) > 128:
             raise ValueError("name is longer than 128 bytes")
-        for name in ("connect_timeout", "exchange_timeout", "fetch_timeout", "cache_timeout"):
+        if self.max_microbatches < 0 or self.follow_bytes < 1:
+            raise ValueError("max_microbatches must be at least 0 and follow_bytes at least 1")
+        times = ("connect_timeout", "exchange_timeout", "fetch_timeout", "cache_timeout", "onboard_timeout")
+        for name in (*times, "rejoin_timeout"):
             if getattr(self, name) <= timedelta(0):
                 raise ValueError(f"{name} must be longer than 0 s")
         if self.serve_after < timedelta(0):

@@ -25,6 +25,8 @@ class Offer:
     component_sizes: tuple[int, ...] = ()
     num_blocks: int = 0
     """Transformer blocks of the model, with a block's bucket; 0 for not said."""
+    num_buckets: int = 0
+    """Buckets that the worker contributes to in this step; 0 for not said."""
 
     @property
     def name(self) -> str:

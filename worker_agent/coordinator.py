@@ -4,22 +4,25 @@ Every method runs on the event loop. A refusal is raised as its own class (`ayni
 `TransportBroken`; nothing is retried here.
 """
 
-from collections.abc import AsyncGenerator, Iterator, Sequence
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
 from grpc import aio
 
-from ayni import PROTOCOL_VERSION, rpc
+from ayni import PROTOCOL_VERSION, failpoints, rpc
 from ayni.buckets import Bucket
 from ayni.channels import HeaderChannel
+from ayni.errors import UnknownWorker
 from ayni.v1 import coordinator_pb2 as pb
 from ayni.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from worker_agent import messages
 from worker_agent.exchange import Stream
 from worker_agent.faults import TransportBroken
-from worker_agent.messages import JoinFacts, Membership, Run, Shutdown, SignOfLife, Waiting
-from worker_agent.session import Commit, MicrobatchStats, ShardAssignment, StepTimes
+from worker_agent.messages import Frame, JoinFacts, Membership, Run, SignOfLife
+from worker_agent.session import Commit, Report, ShardAssignment
 
 _METHODS = {"flat": "Gradient", "block": "BlockGradient", "non_block": "NonBlockGradient"}
 
@@ -56,9 +59,7 @@ class Coordinator:
         self.worker_id = membership.worker_id
         return membership
 
-    async def assignments(
-        self, completed_steps: int, parameters_sha256: str
-    ) -> AsyncGenerator[ShardAssignment | Waiting | Shutdown]:
+    async def assignments(self, completed_steps: int, parameters_sha256: str) -> AsyncGenerator[Frame]:
         """Yields what the coordinator says to this worker, as long as it is a member."""
         request = pb.ShardAssignmentRequest(
             worker_id=self.worker_id, completed_steps=completed_steps, parameters_sha256=parameters_sha256
@@ -73,20 +74,15 @@ class Coordinator:
         call: Stream = self._streams[bucket.kind]()
         return call
 
-    async def commit(
-        self,
-        assignment: ShardAssignment,
-        num_buckets: int,
-        microbatches: Sequence[MicrobatchStats],
-        parameters_sha256: str,
-        times: StepTimes,
-    ) -> Commit:
+    async def commit(self, assignment: ShardAssignment, report: Report) -> Commit:
         """Says that the lease is done and waits for the step's commit."""
-        request = messages.commit_request(
-            self.worker_id, assignment, num_buckets, microbatches, parameters_sha256, times
-        )
+        request = messages.commit_request(self.worker_id, assignment, report)
         with translated("CommitStep", self.address):
-            return messages.commit(await self._stub.CommitStep(request))
+            call = self._stub.CommitStep(request)
+            # One turn of the loop, in which the request leaves.
+            await asyncio.sleep(0)
+            failpoints.hit("worker.commit.asked")
+            return messages.commit(await call)
 
     async def heartbeat(self, sign: SignOfLife, within: timedelta) -> int:
         """Renews the lease of the membership; returns the steps behind the newest settled state."""
@@ -94,6 +90,13 @@ class Coordinator:
         with translated("Heartbeat", self.address):
             response = await self._stub.Heartbeat(request, timeout=within.total_seconds())
         return int(response.stored_steps)
+
+    async def end(self, membership: Membership, reason: str, within: timedelta) -> None:
+        """Ends an earlier membership, if the coordinator still believes in it."""
+        request = pb.LeaveRequest(worker_id=membership.worker_id, reason=reason)
+        session = (("ayni-session", membership.session),)
+        with contextlib.suppress(UnknownWorker), translated("Leave", self.address):
+            await self._stub.Leave(request, timeout=within.total_seconds(), metadata=session)
 
     async def leave(self, reason: str, parameters_sha256: str, within: timedelta) -> None:
         """Ends the membership."""

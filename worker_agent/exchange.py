@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import grpc
 from grpc import aio
 
-from ayni import tensors
+from ayni import failpoints, tensors
 from ayni.errors import BadRequest
 from ayni.frames import CHUNK_FIELD, ChunkView, decode_frame, encode_chunk
 from ayni.tensors import TensorSpec
@@ -42,8 +42,8 @@ class Contribution:
     """Of the vectors, as they travel."""
     parts: Sequence[Vector | None]
     """One vector for each tree node of the shard, shape [N]; None for a node without weight."""
-    out: Vector
-    """Receives the mean, shape [N]."""
+    out: Vector | None
+    """Receives the mean, shape [N]; None where none is sent."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -70,7 +70,8 @@ async def exchange(call: Stream, contribution: Contribution, traffic: Traffic) -
 
     Args:
         call: a fresh call; it has ended when this returns or raises.
-        contribution: what to send, and where the mean goes. With a total weight of 0 the mean is zeros.
+        contribution: what to send, and where the mean goes. With a total weight of 0 the mean is zeros. Nothing is
+            sent that the coordinator holds already.
         traffic: is added to.
 
     Raises:
@@ -80,9 +81,9 @@ async def exchange(call: Stream, contribution: Contribution, traffic: Traffic) -
     """
     try:
         await _write(call, contribution.begin, traffic)
-        chunk_bytes = await _accepted(call, contribution, traffic)
+        accepted = await _accepted(call, contribution, traffic)
         async with asyncio.TaskGroup() as group:
-            group.create_task(_send_parts(call, contribution, chunk_bytes, traffic))
+            group.create_task(_send_parts(call, contribution, accepted, traffic))
             receiving = group.create_task(_receive(call, contribution, traffic))
         return receiving.result()
     except BaseExceptionGroup as errors:
@@ -91,18 +92,21 @@ async def exchange(call: Stream, contribution: Contribution, traffic: Traffic) -
         call.cancel()
 
 
-async def _accepted(call: Stream, contribution: Contribution, traffic: Traffic) -> int:
-    """Waits for leave to send; returns how long chunks must be."""
+async def _accepted(call: Stream, contribution: Contribution, traffic: Traffic) -> pb.RoundAccepted:
+    """Waits for leave to send, which says how long chunks must be."""
     number, content = await _read(call, contribution, traffic)
     if number != _ACCEPTED or isinstance(content, ChunkView):
         raise _out_of_order(contribution, number)
-    return pb.RoundAccepted.FromString(bytes(content)).chunk_bytes
+    return pb.RoundAccepted.FromString(bytes(content))
 
 
-async def _send_parts(call: Stream, contribution: Contribution, chunk_bytes: int, traffic: Traffic) -> None:
+async def _send_parts(call: Stream, contribution: Contribution, accepted: pb.RoundAccepted, traffic: Traffic) -> None:
     spec, parts = contribution.spec, contribution.parts
-    with_weight = [index for index, part in enumerate(parts) if part is not None]
-    for piece in slices(spec.num_elements, spec.dtype, chunk_bytes, with_weight):
+    with_weight = [index for index, part in enumerate(parts) if part is not None and not accepted.already_held]
+    pieces = list(slices(spec.num_elements, spec.dtype, accepted.chunk_bytes, with_weight))
+    for index, piece in enumerate(pieces):
+        if index == len(pieces) // 2:
+            failpoints.hit("worker.contribution.half")
         vector_N = parts[piece.part]
         assert vector_N is not None
         payload = tensors.encode(vector_N[piece.start : piece.stop], spec.dtype)
@@ -110,13 +114,17 @@ async def _send_parts(call: Stream, contribution: Contribution, chunk_bytes: int
             return
     if not call.done():
         await call.done_writing()
+    failpoints.hit("worker.contribution.sent")
 
 
 async def _receive(call: Stream, contribution: Contribution, traffic: Traffic) -> Outcome:
-    mean = MeanBuffer(contribution.name, contribution.spec.dtype, contribution.out)
+    out = contribution.out
+    mean = None if out is None else MeanBuffer(contribution.name, contribution.spec.dtype, out)
     while True:
         number, content = await _read(call, contribution, traffic)
         if isinstance(content, ChunkView):
+            if mean is None:
+                raise _out_of_order(contribution, number)
             mean.add(content)
         elif number == _COMPLETE:
             return await _finish(call, mean, pb.RoundComplete.FromString(bytes(content)))
@@ -124,8 +132,9 @@ async def _receive(call: Stream, contribution: Contribution, traffic: Traffic) -
             raise _out_of_order(contribution, number)
 
 
-async def _finish(call: Stream, mean: MeanBuffer, complete: pb.RoundComplete) -> Outcome:
-    mean.finish(complete.total_weight)
+async def _finish(call: Stream, mean: MeanBuffer | None, complete: pb.RoundComplete) -> Outcome:
+    if mean:
+        mean.finish(complete.total_weight)
     await call.read()
     return Outcome(
         num_contributors=complete.num_contributors,

@@ -3,17 +3,20 @@
 The rest of the worker knows the values only.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
+from ayni.blocks.metadata import WorkerMetadata
+from ayni.blocks.metadata_messages import metadata_of
+from ayni.errors import AyniError
 from ayni.messages import dtype_enum, dtype_name, times_message
 from ayni.tensors import TensorSpec
 from ayni.v1 import coordinator_pb2 as pb
 from ayni.v1 import tensor_pb2
 from worker_agent.artifact_names import Artifact
 from worker_agent.contributions import Offer
-from worker_agent.session import Commit, MicrobatchStats, ShardAssignment, StepTimes
+from worker_agent.session import Commit, MicrobatchStats, Report, ShardAssignment
 
 _KINDS = {pb.STEP_KIND_TRAIN: "train", pb.STEP_KIND_EVALUATE: "evaluate"}
 
@@ -25,6 +28,8 @@ class Run:
     run_id: str
     config_json: str
     artifacts: tuple[Artifact, ...]
+    committed_steps: int = 0
+    """Steps that were committed when it was asked."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +50,9 @@ class JoinFacts:
     dataset_summary: str = ""
     num_training_samples: int = 0
     num_evaluation_samples: int = 0
+    elastic: bool = False
+    max_microbatches: int = 0
+    memory_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +64,10 @@ class SignOfLife:
     activity: str
     published_steps: int = 0
     """Steps behind the train state that this worker's host tier holds."""
+    completed_steps: int = 0
+    """Updates that its parameters have had."""
+    failed_offer: tuple[int, str] = (0, "")
+    """Offer that it could not take, and why."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +91,34 @@ class Waiting:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Revoked:
+    """A lease is taken back."""
+
+    lease_id: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateOffer:
+    """Where the train state that this worker lacks can be had."""
+
+    offer_id: int
+    completed_steps: int
+    """Steps behind the state."""
+    worker_id: int = 0
+    """Who has it, when `metadata` is given."""
+    worker_name: str = ""
+    metadata: WorkerMetadata | None = None
+    """What the worker that has it exported; None: it is stored as objects."""
+    relayed: bool = False
+    """Whether the worker's blocks are read from the coordinator's address, because nobody can dial it."""
+    run_id: str = ""
+    """Run that stored it, when it is stored as objects."""
+    problem: str = ""
+    """Why the offer makes no sense; empty: it does."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Shutdown:
     """The run is over."""
 
@@ -86,10 +126,19 @@ class Shutdown:
     finished: bool
 
 
+Frame = ShardAssignment | Waiting | Shutdown | Revoked | StateOffer
+"""What the assignment stream says."""
+
+
 def run(message: pb.GetRunResponse) -> Run:
     """Converts an answer to GetRun."""
     artifacts = (Artifact(name=a.name, sha256=a.sha256, size_bytes=a.size_bytes) for a in message.artifacts)
-    return Run(run_id=message.run_id, config_json=message.config_json, artifacts=tuple(artifacts))
+    return Run(
+        run_id=message.run_id,
+        config_json=message.config_json,
+        artifacts=tuple(artifacts),
+        committed_steps=message.snapshot.committed_steps,
+    )
 
 
 def join_request(facts: JoinFacts, protocol_version: int) -> pb.JoinRequest:
@@ -110,6 +159,9 @@ def join_request(facts: JoinFacts, protocol_version: int) -> pb.JoinRequest:
         dataset_summary=facts.dataset_summary,
         num_training_samples=facts.num_training_samples,
         num_evaluation_samples=facts.num_evaluation_samples,
+        elastic=facts.elastic,
+        max_microbatches=facts.max_microbatches,
+        memory_bytes=facts.memory_bytes,
     )
 
 
@@ -126,13 +178,29 @@ def membership(message: pb.JoinResponse) -> Membership:
     )
 
 
-def assignment_frame(message: pb.ShardAssignmentResponse) -> ShardAssignment | Waiting | Shutdown:
+def assignment_frame(message: pb.ShardAssignmentResponse) -> Frame:
     """Converts one frame of the assignment stream."""
     if message.HasField("assignment"):
         return _assignment(message.assignment)
+    if message.HasField("revoked"):
+        return Revoked(lease_id=message.revoked.lease_id, reason=message.revoked.reason)
+    if message.HasField("offer"):
+        return _offer(message.offer)
     if message.HasField("shutdown"):
         return Shutdown(reason=message.shutdown.reason, finished=message.shutdown.finished)
     return Waiting(reason=message.waiting.reason)
+
+
+def _offer(message: pb.StateOffer) -> StateOffer:
+    offer = StateOffer(offer_id=message.offer_id, completed_steps=message.completed_steps)
+    if not message.HasField("peer"):
+        return replace(offer, run_id=message.stored.run_id)
+    peer = message.peer
+    offer = replace(offer, worker_id=peer.worker_id, worker_name=peer.worker_name, relayed=peer.relayed)
+    try:
+        return replace(offer, metadata=metadata_of(peer.metadata))
+    except AyniError as error:
+        return replace(offer, problem=f"what is said about worker {peer.worker_name} makes no sense: {error}")
 
 
 def _assignment(message: pb.Assignment) -> ShardAssignment:
@@ -152,6 +220,9 @@ def _assignment(message: pb.Assignment) -> ShardAssignment:
         rank=message.rank,
         world_size=message.world_size,
         update=message.update,
+        extra=message.extra,
+        publish_state=message.publish_state,
+        discard_state=message.discard_state,
     )
 
 
@@ -168,6 +239,7 @@ def begin_frame(worker_id: int, offer: Offer, spec: TensorSpec) -> bytes:
             dtype=dtype_enum(spec.dtype), num_elements=spec.num_elements, component_sizes=spec.component_sizes
         ),
         microbatches=[_stats(stats) for stats in offer.microbatches],
+        num_buckets=offer.num_buckets,
     )
     if bucket.kind == "block":
         block = pb.BlockGradientBegin(round=opening, block_index=bucket.index, num_blocks=offer.num_blocks)
@@ -179,14 +251,7 @@ def begin_frame(worker_id: int, offer: Offer, spec: TensorSpec) -> bytes:
     return pb.GradientRequest(begin=pb.GradientBegin(round=opening)).SerializeToString()
 
 
-def commit_request(
-    worker_id: int,
-    assignment: ShardAssignment,
-    num_buckets: int,
-    microbatches: Iterable[MicrobatchStats],
-    parameters_sha256: str,
-    times: StepTimes,
-) -> pb.CommitStepRequest:
+def commit_request(worker_id: int, assignment: ShardAssignment, report: Report) -> pb.CommitStepRequest:
     """Builds a CommitStepRequest."""
     kinds: Mapping[str, pb.StepKind.ValueType] = {name: value for value, name in _KINDS.items()}
     return pb.CommitStepRequest(
@@ -196,10 +261,12 @@ def commit_request(
         attempt=assignment.attempt,
         lease_id=assignment.lease_id,
         kind=kinds[assignment.kind],
-        num_buckets=num_buckets,
-        microbatches=[_stats(stats) for stats in microbatches],
-        parameters_sha256=parameters_sha256,
-        times=times_message(times),
+        num_buckets=report.num_buckets,
+        microbatches=[_stats(stats) for stats in report.microbatches],
+        parameters_sha256=report.parameters_sha256,
+        times=times_message(report.times),
+        following=report.following,
+        square_sum=report.square_sum,
     )
 
 
@@ -226,6 +293,7 @@ def _stats(stats: MicrobatchStats) -> pb.MicrobatchStats:
         loss_sum=stats.loss_sum,
         num_correct=stats.num_correct,
         num_predictions=stats.num_predictions,
+        non_finite=stats.non_finite,
     )
 
 
@@ -237,4 +305,7 @@ def heartbeat_request(worker_id: int, sign: SignOfLife) -> pb.HeartbeatRequest:
         step=sign.step,
         activity=sign.activity,
         published_steps=sign.published_steps,
+        completed_steps=sign.completed_steps,
+        failed_offer_id=sign.failed_offer[0],
+        failed_offer_reason=sign.failed_offer[1],
     )

@@ -1,12 +1,13 @@
 """What the coordinator last said to this worker, and waiting for more.  [shell]
 
-Only the newest assignment counts: a lease that was not taken before the next one came is void. The first ending
-(shutdown or error) stays. Belongs to the event loop.
+Only the newest assignment counts: a lease that was not taken before the next one came is void, and so are the extra
+leases of its attempt. The first ending (shutdown or error) stays. Belongs to the event loop.
 """
 
-import asyncio
+from collections import deque
 
 from ayni.errors import StepVoided
+from worker_agent.changes import Change
 from worker_agent.messages import Shutdown
 from worker_agent.session import ShardAssignment
 
@@ -19,39 +20,67 @@ class News:
         self.waiting_for = "the first assignment"
         """Why there is nothing to do, in the coordinator's words."""
         self.ending: Shutdown | Exception | None = None
+        self.change = Change()
+        """Announced whenever there is more."""
         self._assignment: ShardAssignment | None = None
         self._taken = True
-        self._changed = asyncio.Event()
+        self._extras: deque[ShardAssignment] = deque()
 
     def assign(self, assignment: ShardAssignment) -> None:
-        """Notes a new lease."""
-        self._assignment, self._taken = assignment, False
-        self._announce()
+        """Notes a new lease; an extra one only if it belongs to the attempt of the newest."""
+        if not assignment.extra:
+            self._assignment, self._taken = assignment, False
+            self._extras.clear()
+        elif self._assignment and is_same_attempt(assignment, self._assignment):
+            self._extras.append(assignment)
+        self.change.announce()
+
+    def revoke(self, lease_id: int) -> None:
+        """Drops a lease that was not taken yet."""
+        self._extras = deque(extra for extra in self._extras if extra.lease_id != lease_id)
+        if self._assignment and self._assignment.lease_id == lease_id:
+            self._taken = True
+            self._extras.clear()
 
     def end(self, ending: Shutdown | Exception) -> None:
         """Notes how membership ended, if it has not ended before."""
         self.ending = self.ending or ending
-        self._announce()
+        self.change.announce()
 
     @property
     def has_more(self) -> bool:
-        """Whether `next_assignment` would return or raise at once."""
+        """Whether `take` would return or raise something."""
         return self.ending is not None or not self._taken
 
-    async def next_assignment(self) -> ShardAssignment | None:
-        """Waits for a lease that was not taken before; None after a shutdown.
+    async def more(self) -> None:
+        """Waits until `has_more`."""
+        while not self.has_more:
+            await self.change.wait()
+
+    def take(self) -> ShardAssignment | None:
+        """Returns the newest lease, if it was not taken before; None after a shutdown, or where there is no more.
 
         Raises:
             Exception: membership ended in another way.
         """
-        while True:
-            self._raise_if_failed()
-            if self.ending:
-                return None
-            if self._assignment and not self._taken:
-                self._taken = True
-                return self._assignment
-            await self._changed.wait()
+        if isinstance(self.ending, Exception):
+            raise self.ending
+        if self.ending or self._taken:
+            return None
+        self._taken = True
+        return self._assignment
+
+    def take_extra(self, primary: ShardAssignment) -> ShardAssignment | None:
+        """Returns the next extra lease of the attempt that `primary` belongs to."""
+        if not self._extras or not is_same_attempt(self._extras[0], primary):
+            return None
+        return self._extras.popleft()
+
+    async def failure(self) -> Exception | None:
+        """Waits until membership has ended; returns the error, or None after a shutdown."""
+        while self.ending is None:
+            await self.change.wait()
+        return self.ending if isinstance(self.ending, Exception) else None
 
     async def truth_about(self, assignment: ShardAssignment) -> Exception:
         """Waits until the coordinator has said something that explains why this lease's work ended."""
@@ -62,15 +91,12 @@ class News:
                 return voided(assignment, f"the run is over: {self.ending.reason}")
             if self._assignment != assignment:
                 return voided(assignment, "the coordinator has leased this step again")
-            await self._changed.wait()
+            await self.change.wait()
 
-    def _raise_if_failed(self) -> None:
-        if isinstance(self.ending, Exception):
-            raise self.ending
 
-    def _announce(self) -> None:
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
+def is_same_attempt(one: ShardAssignment, other: ShardAssignment) -> bool:
+    """Says whether two leases are of the same attempt of the same step."""
+    return (one.epoch, one.step, one.attempt, one.kind) == (other.epoch, other.step, other.attempt, other.kind)
 
 
 def voided(assignment: ShardAssignment, detail: str) -> StepVoided:

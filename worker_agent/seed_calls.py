@@ -25,7 +25,7 @@ from ayni.errors import StepVoided
 from worker_agent.contributions import Offer
 from worker_agent.seed_arguments import check_result, whole
 from worker_agent.seed_step import SeedStep, block_bucket, non_block_bucket
-from worker_agent.session import Commit, MicrobatchStats, ShardAssignment, Vector
+from worker_agent.session import Commit, MicrobatchStats, Report, ShardAssignment, Vector
 from worker_agent.vectors import Restore, to_vector
 
 
@@ -74,7 +74,7 @@ class SeedCalls(ABC):
         self._lock = threading.Lock()
         self._lease: ShardAssignment | None = None
         self._step: SeedStep[_OnItsWay] | None = None
-        self._commit_future: Future[Commit] | None = None
+        self._commit_future: Future[Commit | ShardAssignment] | None = None
         self._worked_on: ShardAssignment | None = None
         """Lease that `contribute` or `commit` was called for last."""
         self._closed = False
@@ -218,10 +218,13 @@ class SeedCalls(ABC):
         """Starts one bucket's reduction."""
 
     @abstractmethod
-    def _start_commit(
-        self, assignment: ShardAssignment, num_buckets: int, microbatches: Sequence[MicrobatchStats]
-    ) -> Future[Commit]:
+    def _start_commit(self, assignment: ShardAssignment, report: Report) -> "Future[Commit | ShardAssignment]":
         """Starts the commit, which waits for the contributions."""
+
+    @property
+    @abstractmethod
+    def _is_elastic(self) -> bool:
+        """Whether extra leases may come, which the simple calls can't take."""
 
     @abstractmethod
     def _wait(self, future: "Future[Any]", what: str) -> Any:
@@ -238,7 +241,8 @@ class SeedCalls(ABC):
     def _check_worked_on(self) -> None:
         """Confirms that asking for a lease can have an answer: the step of the last one goes on without one else."""
         lease = self._lease
-        if lease is None or self._step or self._worked_on == lease or self._has_news():
+        # An elastic worker's lease may end without its knowing.
+        if lease is None or self._step or self._worked_on == lease or self._is_elastic or self._has_news():
             return
         first = "contribute to it" if lease.kind == "train" else "it is an evaluation: give its result to finish_step()"
         raise RuntimeError(
@@ -248,6 +252,11 @@ class SeedCalls(ABC):
 
     def _open_step(self) -> SeedStep[_OnItsWay]:
         self._check_usable()
+        if self._is_elastic:
+            raise RuntimeError(
+                "an elastic client is given more micro-batches in the middle of a step, which the simple calls can't "
+                "take; use contribute() and commit(), or join with ClientConfig(elastic=False)"
+            )
         if self._lease is None:
             raise RuntimeError("there is no assignment in progress; call receive_shard() first")
         if self._step is None:
@@ -275,7 +284,8 @@ class SeedCalls(ABC):
         return seed_step
 
     def _finish(self, seed_step: SeedStep[_OnItsWay], stats: MicrobatchStats) -> None:
-        self._commit_future = self._start_commit(seed_step.assignment, len(seed_step.buckets), [stats])
+        report = Report(num_buckets=len(seed_step.buckets), microbatches=[stats])
+        self._commit_future = self._start_commit(seed_step.assignment, report)
 
     def _receive(self, kind: str) -> tuple[Bucket, Any, ShardAssignment, tuple[int, ...]]:
         with self._lock:

@@ -155,6 +155,12 @@ class WorkerServicer:
         report = await self._blocks.get_blocks(asked.keys, asked.destination, asked.destination_blocks, timeout_s)
         return outcome_messages.get_outcomes_message(report)
 
+    async def RemoveBlocks(self, request: pb.RemoveBlocksRequest, context: Context) -> pb.RemoveBlocksResponse:
+        """Removes stored objects."""
+        asked, timeout_s = self._read(request, context, outcome_messages.remove_of), _time_left(context)
+        report = await self._blocks.remove_blocks(asked.layout, asked.keys, timeout_s)
+        return outcome_messages.remove_outcomes_message(report)
+
     async def ReadBlocks(self, request: pb.ReadBlocksRequest, context: Context) -> AsyncIterator[bytes]:
         """Streams blocks to a peer."""
         lender = self._lender or await _refuse(context, "ReadBlocks")

@@ -8,11 +8,12 @@ import logging
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ayni.endpoints import Address, ClientTls, ServerTls, parse_address
 from ayni.servers import TokenInterceptor, add_health_and_reflection, bind, make_server
 from worker_agent.block_engines import announce, make_engines
+from worker_agent.blocks.engines.grpc_engine import Relays
 from worker_agent.blocks.worker import LocalBlockWorker
 from worker_agent.blocks_config import BlocksConfig
 from worker_agent.service import SERVICE, WorkerServicer
@@ -37,8 +38,26 @@ class ServiceConfig:
     """Name of the model whose blocks the worker holds."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockService:
+    """A worker's own service while it runs."""
+
+    worker: LocalBlockWorker
+    servicer: WorkerServicer
+    """Answers the calls that come through the server; others may come through an attachment."""
+    relays: Relays = field(default_factory=dict)
+    """Peers that this worker reaches through somebody else."""
+
+
 @asynccontextmanager
 async def serving(config: ServiceConfig) -> AsyncIterator[LocalBlockWorker]:
+    """Serves the block half as `block_service`; yields the worker."""
+    async with block_service(config) as service:
+        yield service.worker
+
+
+@asynccontextmanager
+async def block_service(config: ServiceConfig) -> AsyncIterator[BlockService]:
     """Serves the block half as long as the context lasts; the worker's `address` is where it listens.
 
     Raises:
@@ -46,17 +65,19 @@ async def serving(config: ServiceConfig) -> AsyncIterator[LocalBlockWorker]:
         SettingsError: no engine is possible, or TLS is missing.
     """
     _SERVER_LOG.addFilter(_is_no_lost_peer)
+    relays: Relays = {}
     server = make_server(TokenInterceptor(config.token))
-    engines = make_engines(config.blocks, config.token, config.tls, config.insecure)
+    engines = make_engines(config.blocks, config.token, config.tls, config.insecure, relays)
     worker = LocalBlockWorker(engines=engines, config=config.blocks, model=config.model)
     try:
-        WorkerServicer(worker, worker.lending).add_to(server)
+        servicer = WorkerServicer(worker, worker.lending)
+        servicer.add_to(server)
         health = await add_health_and_reflection(server, [SERVICE.full_name])
         worker.bound = bind(server, config.listen, config.server_tls, config.insecure)
         worker.address = _dialable(worker.bound)
         announce(engines, worker.address, config.server_tls.is_on, worker.notify)
         await server.start()
-        yield worker
+        yield BlockService(worker=worker, servicer=servicer, relays=relays)
         await health.enter_graceful_shutdown()
     finally:
         await server.stop(grace=_GRACE_S)

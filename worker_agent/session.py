@@ -13,9 +13,9 @@ import numpy.typing as npt
 
 from ayni import order
 from ayni.buckets import Bucket
-from ayni.step_values import Commit, MicrobatchStats, StepTimes
+from ayni.step_values import Commit, MicrobatchStats, Report, StepTimes
 
-__all__ = ["Commit", "MicrobatchStats", "Session", "ShardAssignment", "StepTimes", "Vector"]
+__all__ = ["Commit", "MicrobatchStats", "Report", "Session", "ShardAssignment", "StepTimes", "Vector", "Woken"]
 
 Vector = npt.NDArray[np.float32]
 
@@ -46,6 +46,12 @@ class ShardAssignment:
     world_size: int
     update: str
     """"host" or "device": where the optimizer step runs."""
+    extra: bool = False
+    """Whether this is a lease in addition to one of the same attempt: no mean comes for it."""
+    publish_state: bool = False
+    """Whether another worker lacks the state that this one has after the step: publish it after the update."""
+    discard_state: bool = False
+    """Whether the parameters were found to differ from the other workers': follow until there is another state."""
 
     @property
     def microbatches(self) -> range:
@@ -55,6 +61,10 @@ class ShardAssignment:
     def positions(self, microbatch: int) -> tuple[int, int]:
         """Returns the sample positions [start, stop) of a micro-batch."""
         return order.microbatch_positions(self.position, self.num_samples, self.num_microbatches, microbatch)
+
+
+class Woken(Exception):
+    """`receive_shard` was woken by `wake` before there was a lease."""
 
 
 class Session(Protocol):
@@ -72,8 +82,15 @@ class Session(Protocol):
         """Waits for the next lease; None when the run is over.
 
         Raises:
+            Woken: `wake` was called.
             AyniError: the coordinator refused (`Halted`, `Diverged`, ...).
         """
+
+    def wake(self) -> None:
+        """Makes a `receive_shard` that waits, or the next one, raise `Woken` once."""
+
+    def caught_up(self, completed_steps: int) -> None:
+        """Tells the coordinator that the parameters have had so many updates now, after they lagged behind."""
 
     def contribute(
         self,
@@ -101,19 +118,16 @@ class Session(Protocol):
             A future of `out`. It fails with `StepVoided` when the attempt is given up.
         """
 
-    def commit(
-        self,
-        assignment: ShardAssignment,
-        *,
-        num_buckets: int,
-        microbatches: Sequence[MicrobatchStats],
-        parameters_sha256: str = "",
-        times: StepTimes = StepTimes(),
-    ) -> Commit:
+    def commit(self, assignment: ShardAssignment, report: Report) -> "Commit | ShardAssignment":
         """Says that the lease is done and waits for the step's commit.
+
+        Returns:
+            The commit; or a lease on more micro-batches of the same attempt (`extra`), which is to be worked on and
+            committed too. The commit is the same for all leases of the attempt.
 
         Raises:
             StepVoided: the attempt was given up; drop its results and call `receive_shard`.
+            LeaseRevoked: an extra lease was taken back; commit the first one again to go on waiting.
             AyniError: the coordinator refused.
         """
 

@@ -1,37 +1,41 @@
 """The train state as a block layout in the host tier: published for others, stored, restored.  [shell]
 
-Called on the training thread, between two steps. The layout is made at the first publication, because only then the
-optimizer has its arrays. What was published is not replaced before the coordinator has stored it, where it is due.
+`publish`, `load` and `unpack` are called on the training thread, between two steps; `onboard` and `fetch` run on the
+event loop while training goes on. The layout is made at the first publication, because only then the optimizer has its
+arrays. What was published is not replaced before the coordinator has stored it, where it is due.
 """
 
+import asyncio
 import logging
 from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ayni.blocks.ids import as_ids
-from ayni.blocks.layouts import LocalLayout, Tier
-from ayni.blocks.metadata import GroupConfig, ParallelismMode
-from ayni.blocks.objects import ObjectStoreConfig
-from ayni.blocks.state_keys import state_keys, state_name
-from ayni.errors import Incompatible, UnknownObject
+from ayni import failpoints
+from ayni.errors import Incompatible
 from ayni.run_config import StateConfig
 from worker_agent import train_state_format as fmt
-from worker_agent.blocks.geometry import Geometry
 from worker_agent.blocks.memory import Bytes
 from worker_agent.blocks.worker import LocalBlockWorker
 from worker_agent.bridge import Bridge
+from worker_agent.state_blocks import PLACE, StateBlocks
+from worker_agent.state_schedule import StateSchedule
+
+if TYPE_CHECKING:
+    from ayni.blocks.metadata import WorkerMetadata
+
+__all__ = ["PLACE", "Loaded", "TrainState", "steps_of"]
 
 _log = logging.getLogger(__name__)
 
-PLACE = LocalLayout(tier=Tier.HOST)
-"""Where the train state lies: the primary resource of an agent that trains."""
-
 _TRANSFER_S = 600.0
-_HELD_S = 30.0
-"""Longest wait for readers of the state before; training waits meanwhile."""
+
+Loaded = tuple[dict[str, Tensor], dict[str, str]]
+"""A train state: tensors by name, and facts about it."""
 
 
 class TrainState:
@@ -40,23 +44,25 @@ class TrainState:
     def __init__(self, network: Bridge, worker: LocalBlockWorker, config: StateConfig, run_id: str) -> None:
         """Takes the block half of this agent and what the run says about its state."""
         self._network = network
-        self._worker = worker
         self._config = config
         self._run_id = run_id
-        self._num_blocks = 0
-        self.published_steps = 0
-        """Steps behind the state that the host tier holds."""
+        self._blocks = StateBlocks(worker, config)
+        self.schedule = StateSchedule(config)
+        """When to publish."""
+
+    @property
+    def published_steps(self) -> int:
+        """Steps behind the state that the host tier holds; 0 for none."""
+        return self.schedule.published_steps
 
     def is_due(self, completed_steps: int) -> bool:
-        """Says whether the state after so many steps is to be published."""
-        every = self._config.publish_every
-        return every > 0 and completed_steps % every == 0
+        """Says whether the run file asks for the state after so many steps to be published."""
+        return self.schedule.is_due(completed_steps)
 
     @property
     def is_awaiting_store(self) -> bool:
         """Whether what is published now must be stored before it may be replaced."""
-        every = self._config.store_every
-        return every > 0 and self.published_steps > 0 and self.published_steps % every == 0
+        return self.schedule.is_to_be_stored(self.published_steps)
 
     def publish(self, tensors: Mapping[str, Tensor], facts: Mapping[str, str]) -> None:
         """Copies a state into the host tier, where others can read it.
@@ -69,11 +75,10 @@ class TrainState:
             for name, value in sorted(tensors.items())
         ]
         blocks = fmt.pack(arrays, facts, self._config.block_bytes)
-        self._make_layout(len(blocks))
-        writing = self._worker.write(PLACE, as_ids(range(len(blocks))), blocks, _HELD_S)
-        self._network.wait(writing, _TRANSFER_S, "the train state's blocks")
-        self.published_steps = int(facts["completed_steps"])
+        self._network.wait(self._blocks.write(blocks), _TRANSFER_S, "the train state's blocks")
+        self.schedule.published(int(facts["completed_steps"]))
         _log.debug("published the state behind %d steps: %d blocks", self.published_steps, len(blocks))
+        failpoints.hit("worker.state.published")
 
     def load(self) -> None:
         """Loads the stored state that the run goes on from into the host tier.
@@ -83,102 +88,79 @@ class TrainState:
             AyniError: it can't be read, or is no train state.
         """
         run_id, steps = self._config.resume_run_id or self._run_id, self._config.resume_step
-        self._configure_alone()
-        self._get(run_id, steps, range(1))
-        self._get(run_id, steps, range(self._count(run_id, steps)))
+        self._network.wait(self._blocks.load(run_id, steps), 3 * _TRANSFER_S, "the stored train state")
 
-    def unpack(self, completed_steps: int) -> tuple[dict[str, Tensor], dict[str, str]]:
+    def unpack(self, completed_steps: int) -> Loaded:
         """Returns the state that the host tier holds now, as copies; it counts as published then.
 
         Raises:
             Checksum: it is damaged, or mixed from two states.
             Incompatible: it is the state behind another step.
         """
-        manifest, views = fmt.unpack(self._read(self._num_blocks))
-        found = int(manifest.facts["completed_steps"])
-        if found != completed_steps:
-            raise Incompatible(
-                f"the run goes on from the state behind step {completed_steps}, but what was loaded is the one behind "
-                f"step {found}",
-                field="completed_steps",
-                coordinator=completed_steps,
-                worker=found,
-            )
-        tensors = {entry.name: _tensor_of(view, entry) for entry, view in zip(manifest.tensors, views, strict=True)}
-        self.published_steps = found
-        return tensors, dict(manifest.facts)
+        return self._network.wait(self._unpacked(completed_steps), _TRANSFER_S, "the train state's blocks")
 
     def use_layout(self, num_blocks: int) -> None:
         """Makes the layout for a state of so many blocks, so that others may fill it."""
-        self._make_layout(num_blocks)
+        self._network.wait(self._blocks.make(num_blocks), _TRANSFER_S, "memory for the train state")
 
-    def _count(self, run_id: str, steps: int) -> int:
-        """Returns how many blocks a stored state has, given that its first one is loaded."""
-        size = self._config.block_bytes
-        length = fmt.manifest_bytes(self._read(1).reshape(-1)[:16].tobytes())
-        manifest_blocks = -(-length // size)
-        if manifest_blocks > 1:
-            self._get(run_id, steps, range(manifest_blocks))
-        manifest = fmt.decode_manifest(self._read(manifest_blocks).reshape(-1)[:length].tobytes())
-        return fmt.split(length, manifest.payload_bytes, size).num_blocks
+    async def onboard(self, metadata: "WorkerMetadata", peer: str, completed_steps: int, timeout_s: float) -> Loaded:
+        """Pulls the state that a peer has published and returns it; it counts as published here then.
 
-    def _get(self, run_id: str, steps: int, blocks: range) -> None:
-        """Loads blocks 0 upwards into a layout of as many."""
-        self._make_layout(len(blocks))
-        name, keys = state_name(run_id, steps), state_keys(run_id, steps, blocks)
-        getting = self._worker.get_blocks(keys, PLACE, blocks, timeout_s=_TRANSFER_S)
-        report = self._network.wait(getting, _TRANSFER_S, f"the stored {name}")
-        failed = [(b, o) for b, o in zip(blocks, report.outcomes, strict=True) if not o.is_success]
-        if failed:
-            block, outcome = failed[0]
-            size = self._config.block_bytes
-            why = outcome.failure.message if outcome.failure else f"there is no such object of {size} bytes"
-            raise UnknownObject(
-                f"{len(failed)} of {len(keys)} blocks of the {name} can't be loaded, the first is block {block}: {why} "
-                "(state.block_bytes must be that of the run that stored it)",
-                key=name,
-                detail=why,
-            )
+        Args:
+            metadata: what the peer exported.
+            peer: its name, for people.
+            completed_steps: steps behind the state; a later one that the peer has published meanwhile does as well.
+            timeout_s: time for the transfer.
 
-    def _read(self, num_blocks: int) -> Bytes:
-        reading = self._worker.read(PLACE, as_ids(range(num_blocks)), _TRANSFER_S)
-        return self._network.wait(reading, _TRANSFER_S, "the train state's blocks")
+        Raises:
+            AyniError: the peer can't be reached, did not give all of the state, or gave another one.
+        """
+        unpack = partial(_unpacked, completed_steps=completed_steps, or_later=True)
+        async with self._blocks.lock:
+            self.schedule.published(0)
+            loaded, engine = await self._blocks.pull(metadata, peer, timeout_s, unpack)
+            self.schedule.published(steps := steps_of(loaded))
+        _log.info("got the state behind step %d from worker %s through %s", steps, peer, engine)
+        return loaded
 
-    def _make_layout(self, num_blocks: int) -> None:
-        if num_blocks == self._num_blocks:
-            return
-        geometry = Geometry(config=fmt.config_of(num_blocks, self._config.block_bytes))
-        self._network.wait(self._replace_layout(geometry), _TRANSFER_S, "memory for the train state")
-        self._num_blocks = num_blocks
+    async def fetch(self, run_id: str, completed_steps: int) -> Loaded:
+        """Loads a stored state and returns it; it counts as published here then.
 
-    async def _replace_layout(self, geometry: Geometry) -> None:
-        if self._num_blocks:
-            await self._worker.release(PLACE, _TRANSFER_S)
-        await self._worker.allocate(PLACE, geometry)
+        Raises:
+            UnknownObject: it is not stored, or not whole.
+            AyniError: it can't be read, or is not the state behind this step.
+        """
+        async with self._blocks.lock:
+            self.schedule.published(0)
+            await self._blocks.load(run_id, completed_steps)
+            loaded = await self._unpacked(completed_steps)
+        _log.info("loaded the state behind step %d that run %s has stored", completed_steps, run_id)
+        return loaded
 
-    def _configure_alone(self) -> None:
-        """Opens the object store as a group of one; the coordinator's leader configures again later."""
-        config = GroupConfig(
-            epoch=0,
-            instance_id=self._worker.instance_id,
-            rank=0,
-            world_size=1,
-            mode=ParallelismMode.REPLICATED_DATA,
-            object_store=_store(self._config),
+    async def _unpacked(self, completed_steps: int) -> Loaded:
+        loaded = await asyncio.to_thread(_unpacked, await self._blocks.read(), completed_steps)
+        self.schedule.published(completed_steps)
+        return loaded
+
+
+def steps_of(loaded: Loaded) -> int:
+    """Returns the steps behind a state."""
+    return int(loaded[1]["completed_steps"])
+
+
+def _unpacked(blocks: Bytes, completed_steps: int, or_later: bool = False) -> Loaded:
+    manifest, views = fmt.unpack(blocks)
+    found = int(manifest.facts["completed_steps"])
+    if found < completed_steps or (found > completed_steps and not or_later):
+        raise Incompatible(
+            f"the run goes on from the state behind step {completed_steps}, but what was loaded is the one behind "
+            f"step {found}",
+            field="completed_steps",
+            coordinator=completed_steps,
+            worker=found,
         )
-        self._network.wait(self._worker.configure_layouts(config), _TRANSFER_S, "the object store")
-
-
-def _store(config: StateConfig) -> ObjectStoreConfig:
-    store = config.store
-    return ObjectStoreConfig(
-        kind=store.kind,
-        bucket=store.bucket,
-        prefix=store.prefix,
-        endpoint=store.endpoint,
-        region=store.region,
-        path_style=store.path_style,
-    )
+    tensors = {entry.name: _tensor_of(view, entry) for entry, view in zip(manifest.tensors, views, strict=True)}
+    return tensors, dict(manifest.facts)
 
 
 def _bytes_of(value: Tensor) -> Bytes:

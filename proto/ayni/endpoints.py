@@ -1,4 +1,4 @@
-"""Addresses, TLS files, keepalive, and the rule that only loopback is spoken to in clear.  [core]
+"""Addresses, TLS files, keepalive, limits, and the rule that only loopback is spoken to in clear.  [core]
 
 These are values that a service's configuration can hold; `ayni.servers` and `ayni.channels` act on them.
 """
@@ -11,6 +11,9 @@ from pathlib import Path
 from ayni.settings import SettingsError
 
 _LARGEST_PORT = 65535
+_LARGEST_COUNT = 1 << 20
+_LEAST_METADATA = 4096
+_SHORTEST, _LONGEST = timedelta(seconds=1), timedelta(days=1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +64,9 @@ class ServerTls:
     """PEM file with the private key of the certificate."""
     client_ca: Path | None = None
     """PEM file with the authority that clients' certificates must come from (mTLS). None: clients need none."""
+    bind_names: bool = True
+    """With client_ca: a worker may join only under a name of its certificate, alone or followed by a dash and more.
+    Asked for where workers join, that is by the coordinator."""
 
     def __post_init__(self) -> None:
         """Checks that what belongs together is there together."""
@@ -118,6 +124,39 @@ class Keepalive:
             raise ValueError(f"keepalive interval is {self.interval.total_seconds():g}s; it must be at least 1s")
         if self.timeout <= timedelta():
             raise ValueError("keepalive timeout must be above 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerLimits:
+    """What a server takes at a time. What is above a limit is turned away, so that what is below it is served."""
+
+    connections: int = 512
+    """Connections; more are closed as they come. Keep it below the number of files that the process may open."""
+    connection_calls: int = 1024
+    """Calls of one connection; more wait at the caller. A worker has one for each bucket of a step and a few more."""
+    calls: int = 16384
+    """Calls of all callers with the right token; more end with RESOURCE_EXHAUSTED."""
+    waiting_calls: int = 4096
+    """Calls that came and were not looked at yet. Above it some are turned away unseen, above twice as many all are."""
+    strangers: int = 64
+    """Callers without the right token that are listened to: streams that are read on for 2 s so that their senders see
+    the refusal, and streams of health checking and reflection. Others are refused at once."""
+    metadata_bytes: int = 8192
+    """Metadata of one call; above it calls may be refused, above twice as much they are."""
+    handshake: timedelta = timedelta(seconds=10)
+    """How long a new connection may take to speak TLS and HTTP/2."""
+    idle: timedelta = timedelta(minutes=10)
+    """How long a connection may be without a call. A caller that comes back connects again by itself."""
+
+    def __post_init__(self) -> None:
+        """Checks ranges."""
+        counts = ("connections", "connection_calls", "calls", "waiting_calls", "strangers")
+        if low := [name for name in counts if not 1 <= getattr(self, name) <= _LARGEST_COUNT]:
+            raise ValueError(f"limits: {', '.join(low)} must be 1 to {_LARGEST_COUNT}")
+        if not _LEAST_METADATA <= self.metadata_bytes <= _LARGEST_COUNT:
+            raise ValueError(f"limits: metadata_bytes must be {_LEAST_METADATA} to {_LARGEST_COUNT}")
+        if not all(_SHORTEST <= time <= _LONGEST for time in (self.handshake, self.idle)):
+            raise ValueError("limits: handshake and idle must be 1 s to 1 day")
 
 
 def check_listening_in_clear(address: Address, tls: ServerTls, insecure: bool) -> None:

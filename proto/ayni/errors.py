@@ -274,6 +274,30 @@ class UnknownObject(NotFound):
     reason = "UNKNOWN_OBJECT"
 
 
+class RoundRestarted(Aborted):
+    """Bytes of another contribution to this bucket were lost, so the sum starts again; contribute once more."""
+
+    reason = "ROUND_RESTARTED"
+
+
+class LeaseRevoked(FailedPrecondition):
+    """The lease was taken back: others contribute its micro-batches."""
+
+    reason = "LEASE_REVOKED"
+
+
+class Quarantined(FailedPrecondition):
+    """The worker was shut out of the run because its values were not finite too often."""
+
+    reason = "QUARANTINED"
+
+
+class IdentityRefused(FailedPrecondition):
+    """The client certificate does not allow this worker name."""
+
+    reason = "IDENTITY_REFUSED"
+
+
 def _leaves(base: type[AyniError]) -> list[type[AyniError]]:
     children = base.__subclasses__()
     return [base] if not children else [leaf for child in children for leaf in _leaves(child)]

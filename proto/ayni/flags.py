@@ -10,6 +10,7 @@ import ast
 import inspect
 import json
 import os
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, is_dataclass
@@ -98,10 +99,11 @@ def resolve(cls: type[T], given: argparse.Namespace, environ: Mapping[str, str])
 
 
 def describe(resolved: "Resolved[Any]") -> str:
-    """Returns one line for each value: its path, the value and where it came from."""
+    """Returns one line for each value: its path, the value without passwords, and where it came from."""
     plain = to_mapping(resolved.config)
     lines = [
-        (path, json.dumps(_look_up(plain, path), default=str), origin) for path, origin in resolved.origins.items()
+        (path, _without_password(json.dumps(_look_up(plain, path), default=str)), origin)
+        for path, origin in resolved.origins.items()
     ]
     width = max((len(path) + len(value) for path, value, _ in lines), default=0)
     return "\n".join(f"{f'{path} = {value}':{width + 3}}  # {origin}" for path, value, origin in lines)
@@ -130,6 +132,11 @@ def _own_texts(cls: type) -> dict[str, str]:
         if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str):
             texts[field.target.id] = " ".join(below.value.value.split())
     return texts
+
+
+def _without_password(text: str) -> str:
+    """Returns the text with the password of an address left out: scheme://USER:PASSWORD@HOST, or ?password=..."""
+    return re.sub(r"(password=)[^&\"]*", r"\1***", re.sub(r"(://[^:@/]*):.*@", r"\1:***@", text))
 
 
 def _flag(path: str) -> str:

@@ -23,6 +23,9 @@ from ayni.errors import BadRequest
 CHUNK_FIELD = 2
 """Field number of `chunk` in every gradient request and response."""
 
+_KINDS = frozenset({1, CHUNK_FIELD, 3})
+"""Fields of the oneof of these messages; a request lacks the last one. Any other field is one that we do not know."""
+
 VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5
 """Wire types."""
 
@@ -85,13 +88,13 @@ def decode_frame(frame: bytes) -> tuple[int, "ChunkView | memoryview"]:
     """Returns which field of the frame's oneof is set, and its content in place.
 
     Returns:
-        (CHUNK_FIELD, ChunkView), or (another field number, the sub-message's bytes). (0, empty) when none is set.
+        (CHUNK_FIELD, ChunkView), or (another field number, the sub-message's bytes). (0, empty) when none of them is set.
         As protobuf says, the last field of a oneof counts, and repeated occurrences of the same one are merged.
 
     Raises:
         BadRequest: the bytes are not valid protobuf.
     """
-    current, pieces = current_field(frame)
+    current, pieces = current_field(frame, _KINDS)
     if current == CHUNK_FIELD:
         return current, _chunk(pieces)
     return current, joined(pieces)

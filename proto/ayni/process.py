@@ -95,7 +95,14 @@ def on_signal(stop: Callable[[str], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def run_until_signal(main: Callable[[asyncio.Event], Awaitable[int | None]]) -> int:
+class Stop(asyncio.Event):
+    """Set when a signal has told the process to stop."""
+
+    signal = ""
+    """Which one: "SIGINT" or "SIGTERM"."""
+
+
+def run_until_signal(main: Callable[[Stop], Awaitable[int | None]]) -> int:
     """Runs a service on a new event loop and returns the process's exit code.
 
     Args:
@@ -103,10 +110,11 @@ def run_until_signal(main: Callable[[asyncio.Event], Awaitable[int | None]]) -> 
     """
 
     async def supervised() -> int | None:
-        stop = asyncio.Event()
+        stop = Stop()
         loop = asyncio.get_running_loop()
 
-        def wake(_name: str) -> None:
+        def wake(name: str) -> None:
+            stop.signal = name
             loop.call_soon_threadsafe(stop.set)
 
         with on_signal(wake):

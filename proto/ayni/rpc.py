@@ -24,8 +24,8 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 from ayni import errors
-from ayni.endpoints import Keepalive
-from ayni.errors import AyniError
+from ayni.endpoints import Keepalive, ServerLimits
+from ayni.errors import AyniError, BadRequest
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +45,7 @@ Source = AsyncIterator[Any] | Callable[[], Awaitable[Any]] | asyncio.Future[Any]
 
 _DETAILS_KEY = "grpc-status-details-bin"
 _LEAST_PING_INTERVAL_MS = 500
+_PING_STRIKES = 2
 _MALLOPT = ((-3, 32 << 20), (-1, 256 << 20), (-2, 64 << 20))
 """M_MMAP_THRESHOLD, M_TRIM_THRESHOLD and M_TOP_PAD; any one alone is worse than none."""
 
@@ -104,17 +105,25 @@ async def refuse_stream(
         limit: how long to go on; then the call ends all the same.
         method: name of the call, for the log.
     """
-    reader = source if isinstance(source, asyncio.Future) else asyncio.ensure_future(_discard(source))
+    await discard(source, limit)
+    await abort(context, error, method)
+
+
+async def discard(source: Source, limit: timedelta) -> None:
+    """Reads to the end of a stream, for a limited time; see `refuse_stream`."""
+    reader = source if isinstance(source, asyncio.Future) else asyncio.ensure_future(_discarded(source))
     try:
         await asyncio.wait({reader}, timeout=limit.total_seconds())
-        await abort(context, error, method)
     finally:
         reader.cancel()
         reader.add_done_callback(lambda done: done.cancelled() or done.exception())
 
 
 def refusing(handler: Callable[..., Any], method: str = "") -> Callable[..., Any]:
-    """Wraps a grpc.aio handler so that an AyniError that leaves it becomes a status, logged once."""
+    """Wraps a grpc.aio handler so that an AyniError that leaves it becomes a status, logged once.
+
+    A message of a stream that can't be decoded is refused likewise, wherever the handler reads it.
+    """
     if inspect.isasyncgenfunction(handler):
 
         @wraps(handler)
@@ -123,8 +132,8 @@ def refusing(handler: Callable[..., Any], method: str = "") -> Callable[..., Any
                 async with aclosing(handler(request, context)) as responses:
                     async for response in responses:
                         yield response
-            except AyniError as error:
-                await abort(context, error, method)
+            except (AyniError, DecodeError) as error:
+                await abort(context, _as_refusal(error), method)
 
         return stream
 
@@ -132,8 +141,8 @@ def refusing(handler: Callable[..., Any], method: str = "") -> Callable[..., Any
     async def single(request: Any, context: Context) -> Any:
         try:
             return await handler(request, context)
-        except AyniError as error:
-            await abort(context, error, method)
+        except (AyniError, DecodeError) as error:
+            await abort(context, _as_refusal(error), method)
 
     return single
 
@@ -156,12 +165,25 @@ def client_options(keepalive: Keepalive, loopback: bool) -> Options:
     )
 
 
-def server_options(keepalive: Keepalive) -> Options:
-    """Returns the options of every server. A port that is in use is an error; clients may ping."""
+def server_options(keepalive: Keepalive, limits: ServerLimits | None = None) -> Options:
+    """Returns the options of every server. A port that is in use is an error; clients may ping.
+
+    The limit on received messages stays at gRPC's 4 MiB.
+    """
+    limits = limits or ServerLimits()
     return (
         *_keepalive_options(keepalive),
         ("grpc.http2.min_ping_interval_without_data_ms", _LEAST_PING_INTERVAL_MS),
+        ("grpc.http2.max_ping_strikes", _PING_STRIKES),
         ("grpc.so_reuseport", 0),
+        ("grpc.max_allowed_incoming_connections", limits.connections),
+        ("grpc.max_concurrent_streams", limits.connection_calls),
+        ("grpc.server.max_pending_requests", limits.waiting_calls),
+        ("grpc.server.max_pending_requests_hard_limit", 2 * limits.waiting_calls),
+        ("grpc.max_metadata_size", limits.metadata_bytes),
+        ("grpc.absolute_max_metadata_size", 2 * limits.metadata_bytes),
+        ("grpc.server_handshake_timeout_ms", _milliseconds(limits.handshake)),
+        ("grpc.max_connection_idle_ms", _milliseconds(limits.idle)),
     )
 
 
@@ -179,9 +201,9 @@ def tune_allocator() -> bool:
 
 
 def _keepalive_options(keepalive: Keepalive) -> Options:
-    timeout_ms = round(keepalive.timeout.total_seconds() * 1000)
+    timeout_ms = _milliseconds(keepalive.timeout)
     return (
-        ("grpc.keepalive_time_ms", round(keepalive.interval.total_seconds() * 1000)),
+        ("grpc.keepalive_time_ms", _milliseconds(keepalive.interval)),
         ("grpc.keepalive_timeout_ms", timeout_ms),
         ("grpc.http2.ping_timeout_ms", timeout_ms),
         ("grpc.keepalive_permit_without_calls", 1),
@@ -189,7 +211,17 @@ def _keepalive_options(keepalive: Keepalive) -> Options:
     )
 
 
-async def _discard(source: AsyncIterator[Any] | Callable[[], Awaitable[Any]]) -> None:
+def _milliseconds(time: timedelta) -> int:
+    return round(time.total_seconds() * 1000)
+
+
+def _as_refusal(error: AyniError | DecodeError) -> AyniError:
+    if isinstance(error, AyniError):
+        return error
+    return BadRequest(f"a message can't be read, since it is damaged or of another schema: {error}", field="request")
+
+
+async def _discarded(source: AsyncIterator[Any] | Callable[[], Awaitable[Any]]) -> None:
     if callable(source):
         while await source() is not grpc.aio.EOF:
             pass

@@ -142,6 +142,8 @@ class StateConfig:
     0: a fresh start."""
     resume_run_id: str = ""
     """Run that stored the state. Empty: this one."""
+    keep: int = 0
+    """Stored states to keep, the newest ones; older ones are removed after each new one. 0: all."""
     block_bytes: int = 1 << 20
     """Size of one block of the state."""
     store: StateStoreConfig = field(default_factory=StateStoreConfig)
@@ -151,12 +153,41 @@ class StateConfig:
         """Checks ranges."""
         for name in ("publish_every", "store_every", "resume_step"):
             _between(f"state.{name}", getattr(self, name), 0, LARGEST_STEPS)
+        _at_least("state.keep", self.keep, 0)
         _between("state.block_bytes", self.block_bytes, 1 << 12, 1 << 26)
         if self.store_every and (not self.publish_every or self.store_every % self.publish_every):
             raise ValueError(
                 f"state.store_every ({self.store_every}) must be a multiple of state.publish_every "
                 f"({self.publish_every}): what is stored is what was published"
             )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalUpdateConfig:
+    """Local updates (DiLoCo): a worker makes one inner step for each micro-batch of its lease, by itself.
+
+    What is reduced is how far each worker's parameters went, weighted by samples or tokens; one outer step with
+    Nesterov momentum follows. A worker's inner steps are as many as its share of `batch.microbatches`, so they follow
+    its speed.
+    """
+
+    enabled: bool = False
+    """Train with local updates. The optimizer section is the inner optimizer then."""
+    outer_learning_rate: float = 0.7
+    """Learning rate of the outer step."""
+    outer_momentum: float = 0.9
+    """Nesterov momentum of the outer step; 0 for plain descent."""
+    inner_state: str = "keep"
+    """What becomes of the inner optimizer's moments after an outer step: "keep" (each worker its own) or "reset" (then
+    a worker that comes back makes the same next step as one that never left)."""
+
+    def __post_init__(self) -> None:
+        """Checks names and ranges."""
+        _one_of("local_update.inner_state", self.inner_state, ("keep", "reset"))
+        if not self.outer_learning_rate > 0:
+            raise ValueError(f"local_update.outer_learning_rate is {self.outer_learning_rate}; it must be above 0")
+        if not 0 <= self.outer_momentum < 1:
+            raise ValueError(f"local_update.outer_momentum is {self.outer_momentum}; it must be in [0, 1)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,6 +212,11 @@ class RunConfig:
     """Element type of gradients on the wire: "float32" (exact), "bfloat16" or "float16"."""
     audit_every: int = 1
     """Steps between comparisons of all workers' parameter hashes. 0: only before the first step."""
+    non_finite: str = "halt"
+    """What to do about a loss or gradient that is not finite: "halt" the run, "skip" the micro-batch, or "quarantine":
+    skip it, and shut a worker out after `quarantine_after` of them."""
+    quarantine_after: int = 3
+    """Micro-batches that are not finite after which a worker is shut out of the run, with "quarantine"."""
     task: TaskConfig = field(default_factory=TaskConfig)
     """What is trained."""
     batch: BatchConfig = field(default_factory=BatchConfig)
@@ -191,6 +227,8 @@ class RunConfig:
     """When the held-out data is evaluated."""
     state: StateConfig = field(default_factory=StateConfig)
     """The train state as blocks."""
+    local_update: LocalUpdateConfig = field(default_factory=LocalUpdateConfig)
+    """Local updates in place of a reduction in each optimizer step."""
 
     def __post_init__(self) -> None:
         """Checks what concerns more than one section."""
@@ -206,9 +244,13 @@ class RunConfig:
         _between("max_workers", self.max_workers, 1, LARGEST_MICROBATCHES)
         _at_least("audit_every", self.audit_every, 0)
         _one_of("precision", self.precision, ("float32", "bfloat16"))
+        _one_of("non_finite", self.non_finite, ("halt", "skip", "quarantine"))
+        _at_least("quarantine_after", self.quarantine_after, 1)
         _one_of("wire_type", self.wire_type, WIRE_DTYPES)
         if self.start_workers and self.start_workers < self.min_workers:
             raise ValueError(f"start_workers ({self.start_workers}) is less than min_workers ({self.min_workers})")
+        if self.local_update.enabled and not self.batch.microbatches:
+            raise ValueError("local_update.enabled needs batch.microbatches: the inner steps of all workers together")
         if self.max_workers < self.num_starters:
             raise ValueError(f"max_workers ({self.max_workers}) is less than the {self.num_starters} to start with")
         if self.task.name and not self.num_steps:

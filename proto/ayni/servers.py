@@ -1,19 +1,20 @@
 """A gRPC server with a service, a token check, health checking and reflection.  [shell]
 
-server = make_server(TokenInterceptor(token))
+server = make_server(TokenInterceptor(token, limits), limits=limits)
 add_service(server, "ayni.v1.CoordinatorService", servicer, raw=frozenset({"Gradient"}))
 health = add_health_and_reflection(server, ["ayni.v1.CoordinatorService"])
 address = bind(server, "127.0.0.1:0")
 await server.start()
 """
 
-import hmac
 import inspect
+import logging
 import os
 import socket
-from collections.abc import Awaitable, Callable, Collection, Iterable
-from datetime import timedelta
-from typing import Any, TypeAlias
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
+from contextlib import aclosing
+from functools import wraps
+from typing import Any
 
 import grpc
 from google.protobuf import descriptor_pool, message_factory
@@ -23,15 +24,21 @@ from grpc_reflection.v1alpha import reflection
 
 from ayni import rpc
 from ayni.credentials import server_credentials
-from ayni.endpoints import Address, Keepalive, ServerTls, check_listening_in_clear, parse_address
-from ayni.errors import TokenRefused
+from ayni.doorkeeper import OPEN_SERVICES, Handler, TokenInterceptor
+from ayni.endpoints import Address, Keepalive, ServerLimits, ServerTls, check_listening_in_clear, parse_address
 
-Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+__all__ = [
+    "TokenInterceptor",
+    "add_health_and_reflection",
+    "add_service",
+    "bind",
+    "certificate_names",
+    "make_server",
+]
 
-OPEN_SERVICES = frozenset({health.SERVICE_NAME, reflection.SERVICE_NAME})
-"""Services that are answered without a token."""
-
-_STRANGER_DRAIN_LIMIT = timedelta(seconds=2)
+_NAME_PROPERTIES = ("x509_common_name", "peer_dns")
+_GRPC_LOG = logging.getLogger("grpc._cython.cygrpc")
+_LOST_CALLERS = logging.getLogger(__name__)
 
 _HANDLER_MAKERS: dict[tuple[bool, bool], Callable[..., Handler]] = {
     (False, False): grpc.unary_unary_rpc_method_handler,
@@ -41,9 +48,12 @@ _HANDLER_MAKERS: dict[tuple[bool, bool], Callable[..., Handler]] = {
 }
 
 
-def make_server(*interceptors: grpc.aio.ServerInterceptor, keepalive: Keepalive | None = None) -> grpc.aio.Server:
+def make_server(
+    *interceptors: grpc.aio.ServerInterceptor, keepalive: Keepalive | None = None, limits: ServerLimits | None = None
+) -> grpc.aio.Server:
     """Returns a server with the options that all of Ayni's servers have."""
-    return grpc.aio.server(interceptors=interceptors, options=rpc.server_options(keepalive or Keepalive()))
+    _GRPC_LOG.addFilter(_is_no_lost_caller)
+    return grpc.aio.server(interceptors=interceptors, options=rpc.server_options(keepalive or Keepalive(), limits))
 
 
 def add_service(
@@ -105,43 +115,11 @@ def bind(server: grpc.aio.Server, listen: str, tls: ServerTls | None = None, ins
     return str(Address(host=address.host, port=port))
 
 
-class TokenInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses every call without the join token; no handler sees it and no request is decoded.
-
-    Health and reflection are open. A stream of requests is discarded for a short time, so that its sender gets to see
-    the refusal.
-    """
-
-    def __init__(self, token: str) -> None:
-        """Keeps the value that callers must send."""
-        self._expected = f"Bearer {token}".encode()
-
-    async def intercept_service(
-        self,
-        continuation: "Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]",
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> "Handler | None":
-        """Passes a call on, or has it refused."""
-        method = handler_call_details.method
-        handler = await continuation(handler_call_details)
-        if method.split("/")[1] in OPEN_SERVICES or self._is_right(handler_call_details):
-            return handler
-        # On the wire all four kinds of call look the same; a handler of streams is started before a request is read.
-        return grpc.stream_stream_rpc_method_handler(_refusal_of(method, bool(handler and handler.request_streaming)))
-
-    def _is_right(self, details: grpc.HandlerCallDetails) -> bool:
-        given = [value for key, value in details.invocation_metadata or () if key == "authorization"]
-        return len(given) == 1 and hmac.compare_digest(str(given[0]).encode(), self._expected)
-
-
-def _refusal_of(method: str, streams_requests: bool) -> Callable[..., Awaitable[None]]:
-    async def refuse(_requests: object, context: rpc.Context) -> None:
-        error = TokenRefused("the join token is missing or wrong: give the coordinator's token with --token-file")
-        if streams_requests:
-            await rpc.refuse_stream(context, context.read, error, _STRANGER_DRAIN_LIMIT, method)
-        await rpc.abort(context, error, method)
-
-    return refuse
+def certificate_names(context: rpc.Context) -> tuple[str, ...]:
+    """Returns the names in a caller's certificate, its common name first; none where it showed no certificate."""
+    found = context.auth_context() or {}
+    values = [value for key in _NAME_PROPERTIES for value in found.get(key, ())]
+    return tuple(dict.fromkeys(value.decode("utf-8", "replace") for value in values))
 
 
 def _streams(method: MethodDescriptor) -> bool:
@@ -152,19 +130,38 @@ def _handler(servicer: object, method: MethodDescriptor, raw: bool) -> Handler:
     request: Any = message_factory.GetMessageClass(method.input_type)
     response: Any = message_factory.GetMessageClass(method.output_type)
     return _HANDLER_MAKERS[method.client_streaming, method.server_streaming](
-        _behaviour(servicer, method),
-        request_deserializer=None if raw and method.client_streaming else request.FromString,
+        _behaviour(servicer, method, request.FromString),
+        request_deserializer=request.FromString if method.client_streaming and not raw else None,
         response_serializer=None if raw and method.server_streaming else response.SerializeToString,
     )
 
 
-def _behaviour(servicer: object, method: MethodDescriptor) -> Callable[..., Any]:
+def _behaviour(servicer: object, method: MethodDescriptor, decode: Callable[[bytes], Any]) -> Callable[..., Any]:
     handler = getattr(servicer, method.name, None)
     if handler is None or handler.__module__.endswith("_pb2_grpc"):
         return _unimplemented(method)
     if not (inspect.iscoroutinefunction(handler) or inspect.isasyncgenfunction(handler)):
         raise TypeError(f"{type(servicer).__name__}.{method.name} must be an async function")
-    return rpc.refusing(handler, method.name)
+    return rpc.refusing(handler if method.client_streaming else _decoding(handler, decode), method.name)
+
+
+def _decoding(handler: Callable[..., Any], decode: Callable[[bytes], Any]) -> Callable[..., Any]:
+    """Has a single request decoded where a damaged one becomes a refusal; gRPC would call it a bug of the server."""
+    if inspect.isasyncgenfunction(handler):
+
+        @wraps(handler)
+        async def stream(data: bytes, context: rpc.Context) -> AsyncIterator[Any]:
+            async with aclosing(handler(decode(data), context)) as responses:
+                async for response in responses:
+                    yield response
+
+        return stream
+
+    @wraps(handler)
+    async def single(data: bytes, context: rpc.Context) -> Any:
+        return await handler(decode(data), context)
+
+    return single
 
 
 def _unimplemented(method: MethodDescriptor) -> Callable[..., Awaitable[None]]:
@@ -172,6 +169,17 @@ def _unimplemented(method: MethodDescriptor) -> Callable[..., Awaitable[None]]:
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{method.full_name} is not implemented by this server")
 
     return refuse
+
+
+def _is_no_lost_caller(record: logging.LogRecord) -> bool:
+    """Says whether an event of gRPC's is anything else than an answer whose caller has gone.
+
+    gRPC logs that as an error, with a traceback, so that any caller could fill the log.
+    """
+    if not record.exc_info or type(record.exc_info[1]).__name__ != "ExecuteBatchError":
+        return True
+    _LOST_CALLERS.debug("a caller went away before it had all of an answer: %s", record.getMessage())
+    return False
 
 
 def _why_unbound(address: Address) -> str:

@@ -1,5 +1,6 @@
 """What both sides say of a step: its micro-batches, where time went, and its commit.  [core]"""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -13,6 +14,8 @@ class MicrobatchStats:
     loss_sum: float | None = None
     num_correct: int = 0
     num_predictions: int = 0
+    non_finite: bool = False
+    """Whether the weight is 0 because the loss or the gradient was not finite."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,6 +27,24 @@ class StepTimes:
     commit_wait: float = 0.0
     update: float = 0.0
     data: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """What a worker says when it has done a lease."""
+
+    num_buckets: int
+    """Buckets that it contributed to; 0 when evaluating."""
+    microbatches: Sequence[MicrobatchStats]
+    """The leased micro-batches, in order."""
+    parameters_sha256: str = ""
+    """Of the parameters that the gradients were computed with; empty: not part of the audit."""
+    times: StepTimes = StepTimes()
+    """Where its time went."""
+    following: bool = False
+    """Whether its parameters lag behind the run: it only keeps the means."""
+    square_sum: float = 0.0
+    """Sum of the squares of what it contributed, over all parts and buckets; 0 for not said."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

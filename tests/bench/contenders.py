@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ayni.buckets import FLAT
 from worker_agent.client import WorkerClient
-from worker_agent.session import MicrobatchStats, ShardAssignment, Vector
+from worker_agent.session import MicrobatchStats, Report, ShardAssignment, Vector
 
 DEADLINE = 300.0
 """Seconds that any wait of a bench may take."""
@@ -63,7 +63,7 @@ class Ours:
         self.check(self.mean)
         dist.barrier()
         start = time.perf_counter()
-        self.client.commit(self.assignment, num_buckets=1, microbatches=self._stats())
+        self.client.commit(self.assignment, Report(num_buckets=1, microbatches=self._stats()))
         self.commit_seconds.append(round(time.perf_counter() - start, 6))
 
     def _stats(self) -> list[MicrobatchStats]:

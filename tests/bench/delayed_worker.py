@@ -18,7 +18,7 @@ import numpy as np
 from ayni.buckets import FLAT
 from ayni.rpc import tune_allocator
 from worker_agent.client import ClientConfig, WorkerClient
-from worker_agent.session import MicrobatchStats, Vector
+from worker_agent.session import MicrobatchStats, Report, Vector
 
 DEADLINE = 300.0
 LOOK_SECONDS = 0.001
@@ -50,7 +50,7 @@ def _step(client: WorkerClient, vector_N: Vector, mean_N: Vector, expected: floa
         _stop_at(client, already + vector_N.nbytes // 2, future)
     future.result(DEADLINE)
     assert bool(np.all(mean_N == expected)), f"the mean is wrong: {mean_N[mean_N != expected][:3]} for {expected}"
-    client.commit(assignment, num_buckets=1, microbatches=stats)
+    client.commit(assignment, Report(num_buckets=1, microbatches=stats))
 
 
 def _stop_at(client: WorkerClient, sent_bytes: int, future: "Future[Vector]") -> None:

@@ -98,11 +98,15 @@ def test_a_second_signal_ends_an_agent_at_once(tmp_path: Path):
 
 
 def test_an_agent_whose_coordinator_is_killed_may_be_started_again(tmp_path: Path):
-    with coordinator(tmp_path, {**LONG, "min_workers": 1}) as server, agent(server.address, "ant", tmp_path) as ant:
+    with (
+        coordinator(tmp_path, {**LONG, "min_workers": 1}) as server,
+        agent(server.address, "ant", tmp_path, "--rejoin-timeout", "2s") as ant,
+    ):
         ant.wait_for_log("step 3 of")
         server.process.kill()
         assert ant.end() == 75
         assert f"the coordinator at {server.address} is gone" in ant.read_log()
+        assert "could not come back within 2 s" in ant.read_log().splitlines()[-1]
         assert "Traceback" not in ant.read_log()
 
 
@@ -270,7 +274,7 @@ def test_a_signal_while_loading_ends_an_agent_with_code_1(tmp_path: Path, moment
     assert "SIGTERM: stopping; again to exit at once" in messages
 
 
-def test_a_worker_that_was_frozen_for_too_long_learns_that_it_is_no_member_any_more(tmp_path: Path):
+def test_a_worker_that_was_frozen_for_too_long_learns_that_it_is_no_member_any_more_and_comes_back(tmp_path: Path):
     timeouts = {"lease": "1s", "heartbeat_interval": "200ms", "shutdown": "2s"}
     run = {**LONG, "start_workers": 2, "min_workers": 1, "timeouts": timeouts}
     with (
@@ -284,9 +288,11 @@ def test_a_worker_that_was_frozen_for_too_long_learns_that_it_is_no_member_any_m
             server.wait_for_log("worker bee left: its lease ended")
         finally:
             bee.process.send_signal(signal.SIGCONT)
+        bee.wait_for_log("caught up with the run")
+        bee.process.send_signal(signal.SIGTERM)
         assert bee.end() == 1
-    last = bee.read_log().splitlines()[-1]
-    assert "is no member any more: its lease ended" in last
+    assert "is no member any more: its lease ended" in bee.read_log()
+    assert "rejoined as worker 2 after" in bee.read_log()
     assert "the run is over" not in bee.read_log()
     assert "Traceback" not in bee.read_log()
 

@@ -1,4 +1,4 @@
-"""The conformance suite on array workers, near and behind gRPC: what other tests take for a worker is one."""
+"""The conformance suite on array workers: near, behind gRPC, and attached to who calls them."""
 
 import asyncio
 from functools import partial
@@ -11,7 +11,7 @@ from tests.support.block_conformance_remote import ObjectConformance, RemoteConf
 from tests.support.block_groups import OpenGroup, soon
 
 
-@pytest.fixture(params=["near", "far"])
+@pytest.fixture(params=["near", "far", "attached"])
 def block_group(request: pytest.FixtureRequest) -> OpenGroup:
     return partial(array_group, 1, request.param)
 

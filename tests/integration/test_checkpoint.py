@@ -3,7 +3,10 @@
 import errno
 import os
 import shutil
+import signal
 import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,10 +15,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from ayni.run_config import OptimizerConfig
+from ayni.run_config import BatchConfig, OptimizerConfig, RunConfig, TaskConfig
+from tests.support.local_session import LocalRun
 from tests.support.toy_task import ToyTask, toy_task
-from worker_agent.training.checkpoint import STATE_FILE, CheckpointFolder
+from worker_agent.training.checkpoint import STATE_FILE, CheckpointFolder, UnwrittenCheckpoint
+from worker_agent.training.checkpoint_writer import CheckpointWriter
 from worker_agent.training.fingerprint import parameters_sha256
+from worker_agent.training.loop import TrainingConfig, train
 from worker_agent.training.update import make_update
 
 
@@ -137,3 +143,107 @@ def test_a_checkpoint_of_another_task_or_format_is_refused_with_both_sides(tmp_p
 def test_a_missing_checkpoint_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"there is no checkpoint at .*best"):
         CheckpointFolder(tmp_path).load("best", toy_task())
+
+
+@pytest.mark.parametrize(("point", "found"), [("worker.checkpoint.written", 1), ("worker.checkpoint.moved", 1)])
+def test_a_worker_that_dies_while_it_replaces_a_checkpoint_leaves_a_whole_one(
+    tmp_path: Path, point: str, found: int
+) -> None:
+    program = (
+        "import sys; from pathlib import Path; from tests.support.toy_task import toy_task; "
+        "from worker_agent.training.checkpoint import CheckpointFolder; "
+        "folder, task = CheckpointFolder(Path(sys.argv[1])), toy_task(); "
+        "[folder.save('last', task, None, steps) for steps in (1, 2, 3)]"
+    )
+    environment = {**os.environ, "AYNI_FAILPOINTS": f"{point}=kill", "PYTHONPATH": os.pathsep.join(sys.path)}
+    if point.endswith("written"):
+        environment["AYNI_FAILPOINTS"] += "@2"
+    ended = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], env=environment, capture_output=True, timeout=120, check=False
+    )
+    assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
+    folder, task = CheckpointFolder(tmp_path), toy_task(seed=8)
+    assert folder.load("last", task) == found
+    folder.save("last", task, None, 9)
+    assert [path.name for path in tmp_path.iterdir()] == ["last"]
+    assert folder.load("last", task) == 9
+
+
+class SlowDisk:
+    """Holds the writing of checkpoints up."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.may_write, self.threads = threading.Event(), set[str]()
+        self._write = UnwrittenCheckpoint.write
+        monkeypatch.setattr(UnwrittenCheckpoint, "write", lambda unwritten: self.write(unwritten))
+
+    def write(self, unwritten: UnwrittenCheckpoint) -> Path:
+        self.threads.add(threading.current_thread().name)
+        assert self.may_write.wait(60)
+        return self._write(unwritten)
+
+
+@pytest.fixture
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> SlowDisk:
+    return SlowDisk(monkeypatch)
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, slow_disk: SlowDisk) -> None:
+    writer, task = CheckpointWriter(tmp_path), toy_task()
+    before = parameters_sha256(task.trainable())
+    writer.start("last", task, None, 5, timeout_s=60)
+    changed(task, 1.0)
+    writer.check()
+    assert not (tmp_path / "last").exists()
+    slow_disk.may_write.set()
+    writer.wait(60)
+    assert slow_disk.threads == {"checkpoint"}
+    other = toy_task(seed=8)
+    assert CheckpointFolder(tmp_path).load("last", other) == 5
+    assert parameters_sha256(other.trainable()) == before
+    saved = load_file(tmp_path / "last" / "model" / "trainable.safetensors")
+    assert torch.equal(saved["0.bias"], other.trainable()[1][1])
+
+
+def test_a_second_checkpoint_waits_for_the_first(tmp_path: Path, slow_disk: SlowDisk) -> None:
+    writer, task = CheckpointWriter(tmp_path), toy_task()
+    writer.start("last", task, None, 1, timeout_s=60)
+    with pytest.raises(TimeoutError, match="was not written on this worker within 0 s"):
+        writer.start("last", task, None, 2, timeout_s=0.05)
+    slow_disk.may_write.set()
+    writer.start("best", task, None, 3, timeout_s=60)
+    writer.wait(60)
+    assert CheckpointFolder(tmp_path).load("last", task) == 1
+    assert CheckpointFolder(tmp_path).load("best", task) == 3
+
+
+def test_an_error_in_the_background_comes_up_once_on_the_training_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    writer, task = CheckpointWriter(tmp_path), toy_task()
+    monkeypatch.setattr("worker_agent.training.checkpoint._sync_tree", full)
+    writer.start("last", task, None, 1, timeout_s=60)
+    with pytest.raises(OSError, match="last was not written on this worker: the disk is full") as caught:
+        writer.wait(60)
+    assert caught.value.errno == errno.ENOSPC
+    writer.check()
+    assert list(tmp_path.iterdir()) == []
+    writer.start("last", task, None, 2, timeout_s=60)
+    writer.close(60)
+    assert "last was not written on this worker: the disk is full" in caplog.text
+
+
+def test_a_failed_checkpoint_ends_training_at_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("worker_agent.training.checkpoint._sync_tree", full)
+    config = RunConfig(num_steps=4, task=TaskConfig(name="toy"), batch=BatchConfig(samples=8, microbatches=2))
+    local = LocalRun(config)
+    training = TrainingConfig(checkpoint_folder=tmp_path, checkpoint_every=1)
+    with pytest.raises(OSError, match="the disk is full"):
+        train(local.session(0), toy_task(), config, training)
+    assert len(local.commits) < 4

@@ -23,7 +23,7 @@ from scripts import make_certs
 from tests.support.coordinator import TOKEN, CoordinatorProcess, coordinator
 from worker_agent.client import ClientConfig, WorkerClient
 from worker_agent.faults import CoordinatorUnreachable, Interrupted
-from worker_agent.session import MicrobatchStats, ShardAssignment
+from worker_agent.session import Commit, MicrobatchStats, Report, ShardAssignment
 
 RUN = {
     "run_id": "own-loop",
@@ -218,7 +218,8 @@ def test_the_session_half_reduces_along_the_tree(tmp_path: Path):
         out = np.empty(400_000, np.float32)
         future = client.contribute(lease, FLAT, [total(n.start, n.stop) for n in nodes], stats, out=out)
         # At once: the client waits for what is on its way before it says that the lease is done.
-        commit = client.commit(lease, num_buckets=1, microbatches=stats)
+        commit = client.commit(lease, Report(num_buckets=1, microbatches=stats))
+        assert isinstance(commit, Commit)
         assert commit.global_loss == 1.0
         assert future.result(60) is out
         assert client.receive_shard() is None
@@ -282,7 +283,7 @@ def test_a_second_lease_without_work_on_the_first_is_refused_at_once(tmp_path: P
         stats = [MicrobatchStats(microbatch=m, weight=1, loss_sum=1.0) for m in lease.microbatches]
         out = np.empty(9, np.float32)
         client.contribute(lease, FLAT, [np.ones(9, np.float32)], stats, out=out)
-        client.commit(lease, num_buckets=1, microbatches=stats)
+        client.commit(lease, Report(num_buckets=1, microbatches=stats))
         [later] = shards_of([client])
         assert later.step == 1
 
@@ -305,7 +306,7 @@ def test_a_client_that_is_closed_says_so_at_every_call(tmp_path: Path):
             lambda: client.finish_step(1.0),
             client.commit_step,
             lambda: client.contribute(lease, FLAT, [good], [], out=good),
-            lambda: client.commit(lease, num_buckets=0, microbatches=[]),
+            lambda: client.commit(lease, Report(num_buckets=0, microbatches=[])),
             lambda: client.report("idle"),
         ]
         for call in calls:

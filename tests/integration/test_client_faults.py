@@ -33,7 +33,7 @@ from tests.support.echo_coordinator import (
 from worker_agent import bridge
 from worker_agent.client import ClientConfig, WorkerClient
 from worker_agent.faults import CoordinatorLost, TransportBroken
-from worker_agent.session import MicrobatchStats, ShardAssignment, Vector
+from worker_agent.session import MicrobatchStats, Report, ShardAssignment, Vector
 
 LIMIT = timedelta(seconds=20)
 RUN = {
@@ -140,7 +140,7 @@ def test_a_void_attempt_ends_all_of_its_contributions():
         eventually(lambda: server.calls["Gradient"] == 2, "two contributions")
         futures.append(start(client, shard, Bucket("non_block", 2)))
         with pytest.raises(StepVoided, match="worker bee left"):
-            client.commit(shard, num_buckets=3, microbatches=[MicrobatchStats(microbatch=0, weight=4)])
+            client.commit(shard, Report(num_buckets=3, microbatches=[MicrobatchStats(microbatch=0, weight=4)]))
         for future in futures:
             with pytest.raises(StepVoided, match="worker bee left"):
                 future.result(20)
@@ -170,7 +170,7 @@ def test_work_on_an_earlier_lease_is_refused_without_a_call():
         assert client.receive_shard()
         for work in (
             lambda: start(client, first).result(20),
-            lambda: client.commit(first, num_buckets=0, microbatches=[]),
+            lambda: client.commit(first, Report(num_buckets=0, microbatches=[])),
         ):
             with pytest.raises(StepVoided, match="it is not the lease that this worker took last"):
                 work()

@@ -6,7 +6,7 @@ import grpc
 import numpy as np
 import pytest
 
-from ayni.errors import Halted, UnknownWorker, WeightMismatch
+from ayni.errors import Halted, RunStarted, UnknownWorker, WeightMismatch
 from ayni.rpc import error_from
 from ayni.v1 import coordinator_pb2 as pb
 from tests.support.coordinator import RUN, coordinator, make_step, microbatches, raw_worker, raw_workers, refusal
@@ -87,7 +87,7 @@ def test_worker_that_left_before_the_first_step_binds_nobody(tmp_path):
         asyncio.run(scenario(process.address))
 
 
-def test_run_with_a_task_halts_when_nobody_can_replace_the_dead(tmp_path):
+def test_run_with_a_task_pauses_when_too_few_workers_are_left_and_says_how_to_join(tmp_path):
     run = {**RUN, "task": {"name": "some.module:Class"}}
 
     async def scenario(address):
@@ -95,15 +95,21 @@ def test_run_with_a_task_halts_when_nobody_can_replace_the_dead(tmp_path):
             await make_step([ant, bee], microbatches(5, size=10))
             await ant.next_frame()
             bee.stream.cancel()
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await ant.next_frame()
-            return refusal(caught)
+            told = await ant.next_frame(waiting=True)
+            snapshot = (await ant.stub.GetRun(pb.GetRunRequest(), timeout=10)).snapshot
+            async with raw_worker(address, "cat") as cat:
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await cat.join()
+            return told.waiting.reason, snapshot, refusal(caught)
 
     with coordinator(tmp_path, run) as process:
-        error = asyncio.run(scenario(process.address))
-        assert process.process.wait(20) == 1
-    assert isinstance(error, Halted)
-    assert "too few workers are left (waiting for 1 more worker (1 of 2))" in error.message
+        reason, snapshot, refused = asyncio.run(scenario(process.address))
+    sentence = "paused after step 0: waiting for 1 more worker (1 of 2); join with: python -m worker_agent"
+    assert sentence in reason
+    assert snapshot.state == pb.RUN_STATE_PAUSED
+    assert sentence in snapshot.waiting.reason
+    assert isinstance(refused, RunStarted)
+    assert "join as an elastic worker" in refused.message
 
 
 def test_step_that_is_given_up_again_and_again_halts(tmp_path):

@@ -122,10 +122,10 @@ def test_an_interrupted_shard_leaves_no_trace_in_the_next() -> None:
 def test_the_same_parts_can_be_sent_again() -> None:
     task, first, second = toy_task(buckets=2), Sent(), Sent()
     gradients = collector(task)
-    gradients.begin(0, 2, 3, lambda spec, parts: keep(first, spec, parts))
+    shard = gradients.begin(0, 2, 3, lambda spec, parts: keep(first, spec, parts))
     for microbatch in range(2):
         gradients.backward(loss_of(task, microbatch), last=microbatch == 1)
-    gradients.resend(lambda spec, parts: keep(second, spec, parts))
+    shard.send(lambda spec, parts: keep(second, spec, parts))
     assert repr(first) == repr(second)
     assert len(first) == 2
 
@@ -150,3 +150,62 @@ def test_bfloat16_gradients_arrive_as_float32() -> None:
     assert values is not None
     assert values.dtype == np.float32
     assert values.any()
+
+
+def test_shards_that_are_not_released_keep_their_values() -> None:
+    """What was sent may have to be sent again while another shard is collected."""
+    task = toy_task(buckets=2)
+    gradients = collector(task)
+    first, again, other = Sent(), Sent(), Sent()
+    one = gradients.begin(0, 3, 8, lambda spec, parts: keep(first, spec, parts))
+    for microbatch in range(3):
+        gradients.backward(loss_of(task, microbatch), last=microbatch == 2)
+    two = gradients.begin(3, 5, 8, lambda spec, parts: keep(other, spec, parts))
+    for microbatch in range(2):
+        gradients.backward(loss_of(task, 3 + microbatch), last=microbatch == 1)
+    one.send(lambda spec, parts: keep(again, spec, parts))
+    assert repr(first) == repr(again)
+    assert repr(first) != repr(other)
+    gradients.release(one)
+    gradients.release(two)
+    spare = list(gradients._spare)
+    gradients.begin(0, 3, 8, lambda spec, parts: None)
+    assert gradients._spare == spare[:-1]
+
+
+@pytest.mark.parametrize(("element", "name"), [(0, "0.weight[0]"), (39, "0.weight[39]"), (41, "0.bias[1]")])
+def test_a_checked_gradient_that_is_not_finite_is_not_added(element: int, name: str) -> None:
+    task, sent = toy_task(), Sent()
+    gradients = collector(task)
+    gradients.begin(0, 3, 3, lambda spec, parts: keep(sent, spec, parts))
+    assert gradients.backward_checked(loss_of(task, 0)) == ""
+    parameter = dict(task.trainable())[name.partition("[")[0]]
+    index = element if "weight" in name else element - 40
+    spoil = parameter.register_hook(
+        lambda grad: grad.reshape(-1).index_fill(0, torch.tensor([index]), torch.nan).view_as(grad)
+    )
+    assert gradients.backward_checked(loss_of(task, 1)) == f"flat, {name}: nan"
+    spoil.remove()
+    gradients.skip()
+    assert gradients.backward_checked(loss_of(task, 2)) == ""
+    assert sent == []
+    gradients.finish()
+    total = autograd(task, 0) + autograd(task, 2)
+    assert sent[0][1][0] is not None
+    assert sent[0][1][0].tobytes() == total.tobytes()
+
+
+def test_vectors_from_elsewhere_stand_in_a_micro_batchs_place() -> None:
+    task, sent = toy_task(buckets=2), Sent()
+    gradients = collector(task)
+    gradients.begin(2, 5, 8, lambda spec, parts: keep(sent, spec, parts))
+    gradients.skip()
+    for number, values in enumerate(gradients.leaves().values()):
+        values[...] = number + 1
+    gradients.push()
+    gradients.skip()
+    gradients.finish()
+    assert [[None if part is None else float(part[0]) for part in parts] for _, parts in sent] == [
+        [1.0, None],
+        [2.0, None],
+    ]

@@ -240,7 +240,7 @@ def test_a_worker_that_is_behind_says_so() -> None:
     run_config = config()
     local = LocalRun(run_config, 0)
     trainer = Trainer(toy_task(SEED), run_config)
-    trainer.completed_steps = 4
+    trainer.replica.completed_steps = 4
     with pytest.raises(RuntimeError, match="have had 4 updates, but the coordinator leased it step 0"):
         trainer.train(local.session(0))
 

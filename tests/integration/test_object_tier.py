@@ -144,6 +144,20 @@ def test_second_put_leaves_the_first_object(tier: ObjectTier) -> None:
     assert content(destination, 0) == content(source, 4)
 
 
+def test_removed_objects_are_gone_with_their_marks_and_can_be_stored_again(tier: ObjectTier, store: FileStore) -> None:
+    keys = keys_of(3)
+
+    async def test() -> None:
+        await tier.put(memory_of(), as_ids([0, 1]), keys[:2], 300.0, soon())
+        path_of(store, shelf_of().object_name(SequenceHash.from_bytes(keys[1]))).write_bytes(b"cut short")
+        assert states(await tier.remove(keys, soon())) == [DONE] * 3
+        assert states(await tier.has(keys, soon())) == [NOT_THERE] * 3
+        # A mark without an object would be taken for one by who puts with claims.
+        assert states(await tier.put(memory_of(), as_ids([0, 1]), keys[:2], 300.0, soon())) == [DONE, DONE]
+
+    run(test())
+
+
 def test_ranks_and_layouts_do_not_see_each_other_s_objects(make: Callable[..., ObjectTier]) -> None:
     source, keys = memory_of(), keys_of(2)
     others = [

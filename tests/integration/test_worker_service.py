@@ -97,6 +97,7 @@ def test_service_has_the_calls_of_both_planes() -> None:
         ("ExecuteRemoteOnboardForInstance", "instance_id"),
         ("HasBlocks", "layout"),
         ("PutBlocks", "source"),
+        ("RemoveBlocks", "layout"),
         ("GetBlocks", "destination"),
     ],
 )

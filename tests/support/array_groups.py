@@ -14,6 +14,7 @@ from coordinator_service.leader import SpmdParallelWorkers
 from coordinator_service.worker_stub import GrpcBlockWorker
 from tests.support.array_layouts import World
 from tests.support.array_worker import ArrayWorker
+from tests.support.attached_agent import Coordinator, attached, coordinating
 from tests.support.block_groups import BlockGroup
 from worker_agent.blocks.streams import Lender
 from worker_agent.service import WorkerServicer
@@ -49,7 +50,20 @@ async def far(worker: RankWorker, rank: int = 0) -> AsyncIterator[GrpcBlockWorke
 
 
 @asynccontextmanager
-async def array_group(num_ranks: int, where: Literal["near", "far"]) -> AsyncIterator[BlockGroup]:
+async def attached_stub(worker: RankWorker, rank: int = 0) -> AsyncIterator[GrpcBlockWorker]:
+    """Attaches a worker to a coordinator and gives the stub that calls it from there."""
+    coordinator = Coordinator()
+    async with coordinating(coordinator) as address, attached(address, WorkerServicer(worker)):
+        await coordinator.until_attached(0)
+        stub = GrpcBlockWorker(coordinator.attachments.channel(0), rank)
+        try:
+            yield stub
+        finally:
+            await stub.close()
+
+
+@asynccontextmanager
+async def array_group(num_ranks: int, where: Literal["near", "far", "attached"]) -> AsyncIterator[BlockGroup]:
     """Opens two groups of array workers that share nothing but a world; a single worker is no group."""
     async with AsyncExitStack() as stack:
         world = World()
@@ -61,7 +75,7 @@ async def _open(
     stack: AsyncExitStack,
     world: World,
     num_ranks: int,
-    where: Literal["near", "far"],
+    where: Literal["near", "far", "attached"],
     instance_id: str,
     peer: BlockGroup | None,
 ) -> BlockGroup:
@@ -71,6 +85,8 @@ async def _open(
         stack.push_async_callback(array.close)
         if where == "far":
             ranks[rank] = await stack.enter_async_context(far(array, rank))
+        if where == "attached":
+            ranks[rank] = await stack.enter_async_context(attached_stub(array, rank))
     group = SpmdParallelWorkers(ranks)
     stack.push_async_callback(group.close)
     config = GroupConfig(

@@ -220,6 +220,16 @@ class ArrayWorker(ArrayLayouts):
 
         return await self._keys(get, len(keys), timeout_s)
 
+    async def remove_blocks(self, layout: LocalLayout, keys: Sequence[bytes], timeout_s: float = 60.0) -> KeyReport:
+        self.calls.append("remove_blocks")
+        self.array_at(layout)
+
+        def remove(index: int) -> KeyOutcome:
+            self.world.objects.pop(self._key(layout, keys[index]), None)
+            return KeyOutcome(state=OutcomeState.DONE)
+
+        return await self._keys(remove, len(keys), timeout_s)
+
     async def _keys(self, one: Callable[[int], KeyOutcome], count: int, timeout_s: float) -> KeyReport:
         late = Failure.of(Deadline("too late", waiting_for="keys", timeout=timeout_s))
         outcomes = (KeyOutcome(state=OutcomeState.FAILED, failure=late),) * count

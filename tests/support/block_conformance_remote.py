@@ -207,10 +207,24 @@ class ObjectConformance:
         await contents.check()
 
     @conforms
+    async def test_removed_objects_are_gone_and_can_be_stored_again(self, group: BlockGroup) -> None:
+        contents = await Contents(group, 6).fill()
+        one, two, missing = keys(21, 22, 23)
+        await soon(group.worker.put_blocks(HOST, [1, 2], [one, two]), "a put")
+        removed = await soon(group.worker.remove_blocks(HOST, [one, missing]), "a removal")
+        assert removed.is_done
+        assert _states(await _has(group, [one, two])) == [PresenceState.ABSENT, PresenceState.PRESENT]
+        again = await soon(group.worker.put_blocks(HOST, [1, 2], [one, two]), "another put")
+        assert [outcome.state for outcome in again.outcomes] == [OutcomeState.DONE, OutcomeState.ALREADY_PRESENT]
+        assert (await soon(group.worker.remove_blocks(HOST, []), "a removal")).outcomes == ()
+        await contents.check()
+
+    @conforms
     async def test_a_request_that_is_not_possible_succeeds_for_no_key(self, group: BlockGroup) -> None:
         contents = await Contents(group, 3).fill()
         await _none(group.worker.has_blocks(NOWHERE, keys(1)))
         await _none(group.worker.put_blocks(NOWHERE, [0], keys(1)))
+        await _none(group.worker.remove_blocks(NOWHERE, keys(1)))
         await _none(group.worker.put_blocks(HOST, [1000], keys(1)))
         await _none(group.worker.get_blocks(keys(1), HOST, [1000]))
         await _none(group.worker.get_blocks(keys(1, 2), HOST, [3, 3]))

@@ -55,15 +55,23 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def coordinator(folder: Path, run: dict, *flags: str) -> Iterator[CoordinatorProcess]:
-    """A coordinator process on a free loopback port; killed at the end if it is still there."""
+def coordinator(folder: Path, run: dict, *flags: str, failpoints: str = "") -> Iterator[CoordinatorProcess]:
+    """A coordinator process on a free loopback port; killed at the end if it is still there.
+
+    `failpoints` is what AYNI_FAILPOINTS says to it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     config, log = folder / "run.yaml", folder / "coordinator.log"
     config.write_text(yaml.safe_dump({"state_dir": str(folder / "state"), **run}))
     command = [sys.executable, "-m", "coordinator_service", "--config", str(config), *flags]
     with log.open("w") as stderr:
         process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment(), cwd=folder
+            command,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            env=environment(AYNI_FAILPOINTS=failpoints),
+            cwd=folder,
         )
     try:
         yield CoordinatorProcess(_address(process, log), process, log, folder)
@@ -93,6 +101,8 @@ class RawWorker:
     worker_id: int = -1
     stream: Any = None
     assignment: pb.Assignment = field(default_factory=pb.Assignment)
+    num_buckets: int = 0
+    """What a contribution says about the buckets of the step; 0 for nothing."""
 
     async def join(self, **fields: object) -> pb.JoinResponse:
         request: dict[str, Any] = {
@@ -136,6 +146,7 @@ class RawWorker:
             "lease_id": a.lease_id,
             "tensor": tensor_pb2.TensorSpec(dtype=tensor_pb2.DTYPE_FLOAT32, num_elements=num_elements),
             "microbatches": self.stats(weights),
+            "num_buckets": self.num_buckets,
         }
         return pb.RoundBegin(**{**fields, **changes})
 

@@ -15,7 +15,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool
 from google.protobuf.wrappers_pb2 import BytesValue
 
 from ayni.channels import open_sync_channel
-from ayni.endpoints import ClientTls, ServerTls
+from ayni.endpoints import ClientTls, ServerLimits, ServerTls
 from ayni.errors import AyniError
 from ayni.servers import add_health_and_reflection, add_service, bind, make_server
 
@@ -96,9 +96,10 @@ async def serving(
     raw: Collection[str] = (),
     tls: ServerTls | None = None,
     listen: str = "127.0.0.1:0",
+    limits: ServerLimits | None = None,
 ) -> AsyncIterator[str]:
     """Serves on a free port and gives the address."""
-    server = make_server(*interceptors)
+    server = make_server(*interceptors, limits=limits)
     add_service(server, SERVICE, servicer, raw)
     await add_health_and_reflection(server, [SERVICE])
     address = bind(server, listen, tls)

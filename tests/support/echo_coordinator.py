@@ -1,7 +1,8 @@
 """A coordinator for one worker that does as it is told, so that it can fail in ways that the real one does not.
 
 It runs on the clients' own event loop. By default every contribution is answered with its mean (one part, one chunk
-size) and every commit with fixed values; a test replaces what it wants to break.
+size) and every commit with fixed values; a test replaces what it wants to break. A worker that joins again, with
+another nonce, is another member: the first is worker 7, the next worker 8.
 """
 # ruff: noqa: N802 -- methods are named after calls
 
@@ -33,24 +34,25 @@ Frame = pb.ShardAssignmentResponse | AyniError | None
 """What the assignment stream says next; None ends it without a word."""
 
 
-def lease(step: int = 0, attempt: int = 0) -> pb.ShardAssignmentResponse:
+def lease(step: int = 0, attempt: int = 0, **changes: Any) -> pb.ShardAssignmentResponse:
     """An assignment of one micro-batch with four samples."""
     fields: dict[str, Any] = {
         "step": step,
         "attempt": attempt,
         "epoch": 1 + attempt,
         "lease_id": 10 * step + attempt + 1,
+        "kind": pb.STEP_KIND_TRAIN,
+        "microbatch_stop": 1,
+        "num_microbatches": 1,
+        "num_samples": 4,
+        "shard_stop": 4,
+        "world_size": 1,
     }
-    assignment = pb.Assignment(
-        kind=pb.STEP_KIND_TRAIN,
-        microbatch_stop=1,
-        num_microbatches=1,
-        num_samples=4,
-        shard_stop=4,
-        world_size=1,
-        **fields,
-    )
-    return pb.ShardAssignmentResponse(assignment=assignment)
+    return pb.ShardAssignmentResponse(assignment=pb.Assignment(**{**fields, **changes}))
+
+
+def revoked(lease_id: int, reason: str = "another worker was faster") -> pb.ShardAssignmentResponse:
+    return pb.ShardAssignmentResponse(revoked=pb.Revoked(lease_id=lease_id, reason=reason))
 
 
 def shutdown() -> pb.ShardAssignmentResponse:
@@ -69,14 +71,18 @@ class EchoCoordinator:
     def __init__(self, lease_seconds: float = 1.0, heartbeat_seconds: float = 0.05) -> None:
         self.calls: Counter[str] = Counter()
         self.joins: list[pb.JoinRequest] = []
+        self.openings: list[pb.ShardAssignmentRequest] = []
         self.heartbeats: list[pb.HeartbeatRequest] = []
         self.leaves: list[pb.LeaveRequest] = []
+        self.begins: list[pb.RoundBegin] = []
+        self.stored_steps = 0
         self.commits: list[pb.CommitStepRequest] = []
         self.frames: asyncio.Queue[Frame] = asyncio.Queue()
         self.on: dict[str, Handler] = {}
         """What a call does first, by method; it may abort the call."""
         self.gradient: Callable[[Any], Awaitable[None]] = self.echo
         self._lease, self._heartbeat = duration(lease_seconds), duration(heartbeat_seconds)
+        self._numbers: dict[str, int] = {}
 
     def say(self, frame: Frame) -> None:
         """Puts a frame on the assignment stream; from any thread."""
@@ -85,16 +91,18 @@ class EchoCoordinator:
     async def Join(self, request: pb.JoinRequest, context: Any) -> pb.JoinResponse:
         self.joins.append(request)
         await self._begin("Join", context)
+        number = self._numbers.setdefault(request.join_nonce, 7 + len(self._numbers))
         return pb.JoinResponse(
-            worker_id=7,
-            session="secret",
+            worker_id=number,
+            session=f"secret-{number}",
             total_workers=1,
             lease=self._lease,
             heartbeat_interval=self._heartbeat,
             wire_type=tensor_pb2.DTYPE_FLOAT32,
         )
 
-    async def ShardAssignment(self, _: pb.ShardAssignmentRequest, context: Any) -> AsyncIterator[Any]:
+    async def ShardAssignment(self, request: pb.ShardAssignmentRequest, context: Any) -> AsyncIterator[Any]:
+        self.openings.append(request)
         await self._begin("ShardAssignment", context)
         while (frame := await self.frames.get()) is not None:
             if isinstance(frame, AyniError):
@@ -117,16 +125,16 @@ class EchoCoordinator:
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Any) -> pb.HeartbeatResponse:
         self.heartbeats.append(request)
         await self._begin("Heartbeat", context)
-        return pb.HeartbeatResponse()
+        return pb.HeartbeatResponse(stored_steps=self.stored_steps)
 
     async def Leave(self, request: pb.LeaveRequest, context: Any) -> pb.LeaveResponse:
         self.leaves.append(request)
         await self._begin("Leave", context)
         return pb.LeaveResponse()
 
-    async def echo(self, context: Any) -> None:
-        """Contributions come back as their mean."""
-        begin = pb.GradientRequest.FromString(await context.read()).begin.round
+    async def echo(self, context: Any, factor: float = 1.0, *, sends_mean: bool = True) -> None:
+        """Contributions come back as their mean, times a factor."""
+        begin = await self.begun(context)
         weight = sum(stats.weight for stats in begin.microbatches)
         await context.write(ACCEPTED)
         left = begin.tensor.num_elements * 4
@@ -134,10 +142,17 @@ class EchoCoordinator:
             _, chunk = decode_frame(await context.read())
             assert isinstance(chunk, ChunkView)
             left -= len(chunk.data)
-            mean = np.frombuffer(chunk.data, np.float32) / np.float32(weight)
-            await context.write(encode_chunk(2, chunk.offset_bytes, 0, mean.tobytes()))
+            mean = np.frombuffer(chunk.data, np.float32) / np.float32(weight) * np.float32(factor)
+            if sends_mean:
+                await context.write(encode_chunk(2, chunk.offset_bytes, 0, mean.tobytes()))
         complete = pb.RoundComplete(total_weight=weight, num_contributors=1)
         await context.write(pb.GradientResponse(complete=complete).SerializeToString())
+
+    async def begun(self, context: Any) -> pb.RoundBegin:
+        """Reads what a contribution to the flat bucket says it is."""
+        begin = pb.GradientRequest.FromString(await context.read()).begin.round
+        self.begins.append(begin)
+        return begin
 
     async def _begin(self, method: str, context: Any) -> None:
         self.calls[method] += 1
@@ -177,13 +192,13 @@ def breaking(times: int) -> Handler:
 
 
 @contextmanager
-def serving(coordinator: EchoCoordinator) -> Iterator[str]:
-    """Serves on a free loopback port and gives the address."""
+def serving(coordinator: EchoCoordinator, listen: str = "127.0.0.1:0") -> Iterator[str]:
+    """Serves on a loopback port, a free one if not told, and gives the address."""
 
     async def start() -> tuple[grpc.aio.Server, str]:
         server = make_server(TokenInterceptor(TOKEN))
         add_service(server, SERVICE, coordinator, RAW)
-        address = bind(server, "127.0.0.1:0")
+        address = bind(server, listen)
         await server.start()
         return server, address
 

@@ -20,7 +20,7 @@ import torch
 from ayni import settings
 from ayni.buckets import Bucket
 from ayni.run_config import RunConfig
-from worker_agent.session import Commit, MicrobatchStats, Session, ShardAssignment, StepTimes, Vector
+from worker_agent.session import Commit, MicrobatchStats, Report, Session, ShardAssignment, Vector
 from worker_agent.training.events import StepEvent
 from worker_agent.training.load import load_task
 from worker_agent.training.loop import Trainer
@@ -94,6 +94,12 @@ class RecordingSession:
         self._means.clear()
         return self._session.receive_shard()
 
+    def wake(self) -> None:
+        self._session.wake()
+
+    def caught_up(self, completed_steps: int) -> None:
+        self._session.caught_up(completed_steps)
+
     def contribute(
         self,
         assignment: ShardAssignment,
@@ -110,24 +116,11 @@ class RecordingSession:
         self._means.append((bucket, future))
         return future
 
-    def commit(
-        self,
-        assignment: ShardAssignment,
-        *,
-        num_buckets: int,
-        microbatches: Sequence[MicrobatchStats],
-        parameters_sha256: str = "",
-        times: StepTimes = StepTimes(),
-    ) -> Commit:
-        commit = self._session.commit(
-            assignment,
-            num_buckets=num_buckets,
-            microbatches=microbatches,
-            parameters_sha256=parameters_sha256,
-            times=times,
-        )
+    def commit(self, assignment: ShardAssignment, report: Report) -> Commit | ShardAssignment:
+        commit = self._session.commit(assignment, report)
+        assert isinstance(commit, Commit), "a worker that is not elastic was given an extra lease"
         if assignment.kind == "train":
-            self._note(assignment, microbatches, commit)
+            self._note(assignment, report.microbatches, commit)
         return commit
 
     def report(self, activity: str) -> None:

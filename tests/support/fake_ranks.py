@@ -307,6 +307,12 @@ class FakeRank:
             outcomes.append(self._key_outcome(key, OutcomeState.DONE))
         return KeyReport(outcomes=tuple(outcomes))
 
+    async def remove_blocks(self, layout: LocalLayout, keys: Sequence[bytes], timeout_s: float = 60.0) -> KeyReport:
+        self._note("remove_blocks", tuple(keys))
+        for key in keys:
+            self.fabric.objects.pop((self.object_rank, key), None)
+        return KeyReport(outcomes=tuple(self._key_outcome(key, OutcomeState.DONE) for key in keys))
+
     def array(self, place: LocalLayout) -> np.ndarray:
         if place not in self.arrays:
             raise UnknownLayout(f"no {place}", layout=place)

@@ -1,50 +1,44 @@
 """A whole run inside one process: sessions that reduce exactly, without a network.
 
 Workers are threads, but take turns: torch's default generators belong to the process, so only one worker at a time may
-be between `receive_shard` and `commit`. The reduction is written down again here, recursively, so that it shares no
-code with the coordinator's.
+be between `receive_shard` and `commit`. A worker may be absent from a step, which makes its micro-batches additional
+leases of the others; when it is there again it lags behind, and follows until it says that it does not.
 """
 
 import hashlib
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from ayni import tree
 from ayni.buckets import Bucket
 from ayni.errors import StepVoided
 from ayni.run_config import RunConfig
-from ayni.tree import Node
-from coordinator_service import schedule
-from worker_agent.session import Commit, MicrobatchStats, ShardAssignment, StepTimes, Vector
+from ayni.schedule import clip_factor, learning_rate
+from tests.support.local_attempt import Attempt, Contribution, Range, cover
+from worker_agent.session import Commit, MicrobatchStats, Report, ShardAssignment, Vector, Woken
+from worker_agent.training.following import State
 
 DEADLINE_S = 120.0
 
 
-@dataclass
-class _Contribution:
-    parts: dict[Node, Vector | None]
-    out: Vector
-    future: "Future[Vector]"
-    component_sizes: tuple[int, ...]
+@dataclass(frozen=True, kw_only=True)
+class Faults:
+    """What goes wrong."""
 
-
-@dataclass
-class _Attempt:
-    kind: str
-    step: int
-    attempt: int
-    shares: Sequence[int]
-    turn: int = 0
-    contributions: dict[Bucket, dict[int, _Contribution]] = field(default_factory=dict)
-    stats: dict[int, MicrobatchStats] = field(default_factory=dict)
-    hashes: dict[int, str] = field(default_factory=dict)
-    times: dict[int, StepTimes] = field(default_factory=dict)
-    outcome: Commit | StepVoided | None = None
+    voided: Collection[tuple[int, int]] = ()
+    """Attempts (step, attempt) that are given up at their end."""
+    absent: Callable[[int, int], Collection[int]] = lambda step, attempt: ()
+    """Ranks that are not there in an attempt (of training, or of the evaluation after so many steps)."""
+    revoked: Collection[tuple[int, int]] = ()
+    """Additional leases (step, number within the step) that are taken back when they are done."""
+    diverged: Collection[tuple[int, int]] = ()
+    """(step, rank): a worker's parameters are said to differ, at the end of the first attempt of a step."""
+    largest_extra: int = 1000
+    """Most micro-batches of an additional lease."""
 
 
 class LocalRun:
@@ -58,8 +52,10 @@ class LocalRun:
         update: str = "host",
         voided: Sequence[tuple[int, int]] = (),
         shares_of: Callable[[int, int], Sequence[int]] | None = None,
+        faults: Faults | None = None,
     ) -> None:
-        self.config, self.update, self.voided = config, update, set(voided)
+        self.config, self.update = config, update
+        self.faults = faults or Faults(voided=set(voided))
         self.num_evaluation_samples = num_evaluation_samples
         self.num_microbatches = config.batch.microbatches or 1
         self.shares = list(shares) or [self.num_microbatches]
@@ -71,12 +67,19 @@ class LocalRun:
         self.means: list[dict[Bucket, Vector]] = []
         self.parameter_hashes: list[dict[int, str]] = []
         self.stats: list[dict[int, MicrobatchStats]] = []
+        self.train_reports: list[list[tuple[int, Report]]] = []
         self.reports: list[tuple[int, str]] = []
+        self.completed = [0] * self.world_size
+        """Updates that each worker's parameters have had, as far as is known."""
+        self.caught_up: list[tuple[int, int]] = []
+        self._woken: set[int] = set()
+        self._tainted: set[int] = set()
         self._condition = threading.Condition()
         self._failed: BaseException | None = None
         self._best = math.inf
         self._plan = self._steps()
-        self._attempt: _Attempt | None = self._next(None)
+        self._last_lease = 0
+        self._attempt: Attempt | None = self._next(None)
 
     def session(self, rank: int) -> "LocalSession":
         return LocalSession(self, rank)
@@ -103,6 +106,61 @@ class LocalRun:
         assert not any(thread.is_alive() for thread in threads), "a worker did not end"
         return results
 
+    def receive(self, rank: int) -> ShardAssignment | None:
+        with self._condition:
+            self._wait(lambda: rank in self._woken or self._attempt is None or self._turn_of(self._attempt) == rank)
+            if rank in self._woken:
+                self._woken.remove(rank)
+                raise Woken
+            if self._attempt is None:
+                return None
+            return self._lease(self._attempt, rank, self._attempt.range_of(rank))
+
+    def wake(self, rank: int) -> None:
+        with self._condition:
+            self._woken.add(rank)
+            self._condition.notify_all()
+
+    def note_caught_up(self, rank: int, completed_steps: int) -> None:
+        with self._condition:
+            self.completed[rank] = completed_steps
+            self.caught_up.append((rank, completed_steps))
+
+    def contribute(self, entry: Contribution, bucket: Bucket, stats: Sequence[MicrobatchStats]) -> "Future[Vector]":
+        with self._condition:
+            assert self._attempt is not None
+            self._attempt.contribute(entry, bucket, stats)
+            return entry.future
+
+    def commit(self, rank: int, lease: ShardAssignment, report: Report) -> Commit | ShardAssignment:
+        with self._condition:
+            attempt = self._attempt
+            assert attempt is not None
+            assert (lease.step, lease.attempt) == (attempt.step, attempt.attempt)
+            if lease.extra and (lease.step, attempt.num_extras - 1) in self.faults.revoked:
+                last = max(each for each in attempt.ranks if attempt.counts(each))
+                attempt.orphans[last].append((lease.microbatch_start, lease.microbatch_stop))
+                # Its number is passed, so that the same range can be done when it is leased again.
+                attempt.num_extras += 1
+                raise attempt.revoke(lease)
+            attempt.commit(rank, lease, report)
+            if attempt.orphans.get(rank):
+                return self._extra(attempt, rank)
+            attempt.turn += 1
+            if attempt.turn == len(attempt.ranks):
+                self._finish(attempt)
+            self._condition.notify_all()
+            self._wait(lambda: attempt.outcome is not None)
+            if isinstance(attempt.outcome, Commit):
+                return attempt.outcome
+            assert attempt.outcome is not None
+            raise attempt.outcome
+
+    def _extra(self, attempt: Attempt, rank: int) -> ShardAssignment:
+        start, stop = attempt.orphans[rank].pop(0)
+        attempt.num_extras += 1
+        return self._lease(attempt, rank, (start, stop), extra=True)
+
     def _steps(self) -> list[tuple[str, int]]:
         plan = []
         every = self.config.evaluation.every_steps
@@ -113,121 +171,91 @@ class LocalRun:
                 plan.append(("evaluate", step + 1))
         return plan
 
-    def _next(self, before: _Attempt | None) -> _Attempt | None:
-        if before is not None and isinstance(before.outcome, StepVoided):
-            kind, step, attempt = before.kind, before.step, before.attempt + 1
+    def _next(self, before: Attempt | None) -> Attempt | None:
+        if before is not None and not isinstance(before.outcome, Commit):
+            kind, step, number = before.kind, before.step, before.attempt + 1
         elif not self._plan:
             return None
         else:
-            (kind, step), attempt = self._plan.pop(0), 0
-        shares = self.shares_of(step, attempt)
+            (kind, step), number = self._plan.pop(0), 0
+        shares = self.shares_of(step, number)
         if kind == "evaluate":
             total = -(-self.num_evaluation_samples // self.config.batch.evaluation_samples)
             shares = [(rank + 1) * total // len(shares) - rank * total // len(shares) for rank in range(len(shares))]
-        return _Attempt(kind, step, attempt, shares)
+        absent = self.faults.absent(step, number)
+        ranks = [rank for rank in range(self.world_size) if rank not in absent]
+        following = frozenset(rank for rank in ranks if self.completed[rank] != step)
+        if len(following) == len(ranks):
+            # Nobody is known to be where the run is, as when a run goes on from a state.
+            following = frozenset()
+        attempt = Attempt(kind, step, number, shares, ranks, following, {})
+        attempt.orphans = self._orphans(attempt)
+        return attempt
 
-    def receive(self, rank: int) -> ShardAssignment | None:
-        with self._condition:
-            self._wait(lambda: self._attempt is None or self._attempt.turn == rank)
-            if self._attempt is None:
-                return None
-            return self._assignment(self._attempt, rank)
+    def _orphans(self, attempt: Attempt) -> dict[int, list[Range]]:
+        takers = [rank for rank in attempt.ranks if attempt.counts(rank)]
+        given: dict[int, list[Range]] = {rank: [] for rank in takers}
+        turn = 0
+        for rank, share in enumerate(attempt.shares):
+            start = sum(attempt.shares[:rank])
+            for piece in range(start, 0 if attempt.counts(rank) else start + share, self.faults.largest_extra):
+                given[takers[turn % len(takers)]].append((piece, min(piece + self.faults.largest_extra, start + share)))
+                turn += 1
+        return given
 
-    def _assignment(self, attempt: _Attempt, rank: int) -> ShardAssignment:
+    def _turn_of(self, attempt: Attempt) -> int:
+        return attempt.ranks[attempt.turn] if attempt.turn < len(attempt.ranks) else -1
+
+    def _lease(self, attempt: Attempt, rank: int, span: Range, extra: bool = False) -> ShardAssignment:
         train = attempt.kind == "train"
-        total = sum(attempt.shares)
-        start = sum(attempt.shares[:rank])
+        total = attempt.num_microbatches
+        start, stop = span
         samples = self.config.batch.samples if train else self.num_evaluation_samples
         position = attempt.step * samples if train else 0
+        self._last_lease += 1
         return ShardAssignment(
             step=attempt.step,
             attempt=attempt.attempt,
             epoch=1,
             kind=attempt.kind,
-            lease_id=rank + 1,
+            lease_id=self._last_lease,
             microbatch_start=start,
-            microbatch_stop=start + attempt.shares[rank],
+            microbatch_stop=stop,
             num_microbatches=total,
             position=position,
             num_samples=samples,
             shard_start=position + start * samples // total,
-            shard_end=position + (start + attempt.shares[rank]) * samples // total,
+            shard_end=position + stop * samples // total,
             rank=rank,
             world_size=self.world_size,
             update=self.update,
+            extra=extra,
+            discard_state=rank in self._tainted,
         )
 
-    def contribute(
-        self,
-        rank: int,
-        lease: ShardAssignment,
-        bucket: Bucket,
-        parts: Sequence[Vector | None],
-        stats: Sequence[MicrobatchStats],
-        out: Vector,
-        component_sizes: Sequence[int],
-    ) -> "Future[Vector]":
-        nodes = tree.cover(lease.microbatch_start, lease.microbatch_stop, lease.num_microbatches)
-        assert [item.microbatch for item in stats] == list(lease.microbatches), (
-            "stats must list the leased micro-batches"
-        )
-        weights = {item.microbatch: item.weight for item in stats}
-        for node, part in zip(nodes, parts, strict=True):
-            weight = sum(weights[microbatch] for microbatch in range(node.start, node.stop))
-            assert (part is None) == (weight == 0), f"{node} has weight {weight}"
-            assert part is None or (part.dtype == np.float32 and part.shape == out.shape)
-        with self._condition:
-            assert self._attempt is not None
-            entry = _Contribution(dict(zip(nodes, parts, strict=True)), out, Future(), tuple(component_sizes))
-            ranks = self._attempt.contributions.setdefault(bucket, {})
-            assert rank not in ranks, f"rank {rank} contributed {bucket} twice"
-            ranks[rank] = entry
-            return entry.future
-
-    def commit(
-        self,
-        rank: int,
-        lease: ShardAssignment,
-        num_buckets: int,
-        stats: Sequence[MicrobatchStats],
-        sha256: str,
-        times: StepTimes,
-    ) -> Commit:
-        with self._condition:
-            attempt = self._attempt
-            assert attempt is not None
-            assert (lease.step, lease.attempt) == (attempt.step, attempt.attempt)
-            assert num_buckets == sum(rank in ranks for ranks in attempt.contributions.values())
-            attempt.stats |= {item.microbatch: item for item in stats}
-            attempt.hashes[rank], attempt.times[rank] = sha256, times
-            attempt.turn += 1
-            if attempt.turn == self.world_size:
-                self._finish(attempt)
-            self._condition.notify_all()
-            self._wait(lambda: attempt.outcome is not None)
-            if isinstance(attempt.outcome, StepVoided):
-                raise attempt.outcome
-            assert attempt.outcome is not None
-            return attempt.outcome
-
-    def _finish(self, attempt: _Attempt) -> None:
-        contributions = [entry for ranks in attempt.contributions.values() for entry in ranks.values()]
-        if (attempt.step, attempt.attempt) in self.voided and attempt.kind == "train":
-            attempt.outcome = StepVoided("a worker left")
-            for entry in contributions:
-                entry.future.set_exception(attempt.outcome)
+    def _finish(self, attempt: Attempt) -> None:
+        assert not any(attempt.orphans.values()), f"nobody took {attempt.orphans}"
+        is_first = attempt.attempt == 0
+        diverged = [rank for step, rank in self.faults.diverged if step == attempt.step and is_first]
+        self._tainted -= {rank for rank, report in attempt.reports.values() if report.following}
+        for rank in diverged:
+            self.completed[rank] = -1
+            self._tainted.add(rank)
+        if attempt.kind == "train" and (diverged or (attempt.step, attempt.attempt) in self.faults.voided):
+            attempt.void(StepVoided("a worker left"))
         else:
-            attempt.outcome = self._commit_of(attempt)
-            for entry in contributions:
-                entry.future.set_result(entry.out)
+            attempt.finish(self._commit_of(attempt))
+            for rank, report in attempt.reports.values():
+                if not report.following:
+                    self.completed[rank] = attempt.step + (attempt.kind == "train")
         self._attempt = self._next(attempt)
 
-    def _commit_of(self, attempt: _Attempt) -> Commit:
+    def _commit_of(self, attempt: Attempt) -> Commit:
         stats = [attempt.stats[index] for index in sorted(attempt.stats)]
-        assert [item.microbatch for item in stats] == list(range(sum(attempt.shares))), "micro-batches are missing"
+        assert [item.microbatch for item in stats] == list(range(attempt.num_microbatches)), "micro-batches are missing"
         weight = sum(item.weight for item in stats)
         loss = math.fsum(item.loss_sum or 0.0 for item in stats) / weight if weight else 0.0
-        means = {bucket: self._reduce(attempt, ranks, weight) for bucket, ranks in attempt.contributions.items()}
+        means = attempt.reduce(weight)
         norm = math.sqrt(
             sum(float(np.vdot(mean.astype(np.float64), mean.astype(np.float64))) for mean in means.values())
         )
@@ -242,8 +270,8 @@ class LocalRun:
             gradient_norm=norm,
             num_correct=sum(item.num_correct for item in stats),
             num_predictions=sum(item.num_predictions for item in stats),
-            learning_rate=schedule.learning_rate(self.config.optimizer, attempt.step, self.config.num_steps),
-            clip_factor=schedule.clip_factor(self.config.optimizer, norm),
+            learning_rate=learning_rate(self.config.optimizer, attempt.step, self.config.num_steps),
+            clip_factor=clip_factor(self.config.optimizer, norm),
             best=best,
         )
         (self.commits if train else self.evaluations).append(commit)
@@ -251,27 +279,9 @@ class LocalRun:
             self.stats.append(dict(attempt.stats))
             self.means.append(means)
             self.gradient_hashes.append({b: hashlib.sha256(mean.tobytes()).hexdigest() for b, mean in means.items()})
-            self.parameter_hashes.append(dict(attempt.hashes))
+            self.parameter_hashes.append(attempt.hashes)
+            self.train_reports.append(list(attempt.reports.values()))
         return commit
-
-    def _reduce(self, attempt: _Attempt, ranks: dict[int, _Contribution], weight: int) -> Vector:
-        assert sorted(ranks) == list(range(self.world_size)), f"only ranks {sorted(ranks)} contributed"
-        assert len({(entry.out.shape, entry.component_sizes) for entry in ranks.values()}) == 1
-        given = {node: part for entry in ranks.values() for node, part in entry.parts.items()}
-
-        def total(start: int, stop: int) -> Vector | None:
-            if (node := Node(start=start, stop=stop)) in given:
-                return given[node]
-            half = 1 << ((stop - start - 1).bit_length() - 1)
-            left, right = total(start, start + half), total(start + half, stop)
-            return left + right if left is not None and right is not None else (right if left is None else left)
-
-        root = total(0, sum(attempt.shares))
-        out = next(iter(ranks.values())).out
-        mean = np.zeros_like(out) if root is None else root / np.float32(weight)
-        for entry in ranks.values():
-            entry.out[...] = mean
-        return mean
 
     def _wait(self, ready: Callable[[], bool]) -> None:
         if not self._condition.wait_for(lambda: ready() or self._failed is not None, DEADLINE_S):
@@ -297,6 +307,12 @@ class LocalSession:
     def receive_shard(self) -> ShardAssignment | None:
         return self._run.receive(self._rank)
 
+    def wake(self) -> None:
+        self._run.wake(self._rank)
+
+    def caught_up(self, completed_steps: int) -> None:
+        self._run.note_caught_up(self._rank, completed_steps)
+
     def contribute(
         self,
         assignment: ShardAssignment,
@@ -307,18 +323,44 @@ class LocalSession:
         out: Vector,
         component_sizes: Sequence[int] = (),
     ) -> "Future[Vector]":
-        return self._run.contribute(self._rank, assignment, bucket, parts, microbatches, out, component_sizes)
+        nodes = dict(zip(cover(assignment), parts, strict=True))
+        entry = Contribution(assignment, nodes, out, tuple(component_sizes))
+        return self._run.contribute(entry, bucket, microbatches)
 
-    def commit(
-        self,
-        assignment: ShardAssignment,
-        *,
-        num_buckets: int,
-        microbatches: Sequence[MicrobatchStats],
-        parameters_sha256: str = "",
-        times: StepTimes = StepTimes(),
-    ) -> Commit:
-        return self._run.commit(self._rank, assignment, num_buckets, microbatches, parameters_sha256, times)
+    def commit(self, assignment: ShardAssignment, report: Report) -> Commit | ShardAssignment:
+        return self._run.commit(self._rank, assignment, report)
 
     def report(self, activity: str) -> None:
         self._run.reports.append((self._rank, activity))
+
+
+@dataclass
+class LocalSource:
+    """A StateSource that is given its states by a test."""
+
+    session: LocalSession | None = None
+    """Woken when a state comes."""
+    wanted: list[int] = field(default_factory=list)
+    rejected: list[str] = field(default_factory=list)
+    _state: State | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def deliver(self, state: State) -> None:
+        with self._lock:
+            self._state = state
+        if self.session is not None:
+            self.session.wake()
+
+    def poll(self) -> State | None:
+        with self._lock:
+            state, self._state = self._state, None
+            return state
+
+    def want(self, from_step: int) -> None:
+        self.wanted.append(from_step)
+        with self._lock:
+            if self._state is not None and self._state.completed_steps < from_step:
+                self._state = None
+
+    def reject(self, reason: str) -> None:
+        self.rejected.append(reason)

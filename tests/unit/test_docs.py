@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any, Literal, get_origin
 
 import pytest
+import yaml
 
+from ayni import failpoints
+from ayni.endpoints import Keepalive
 from ayni.errors import BY_REASON
 from ayni.plain_values import arms
 from ayni.process import load_yaml
@@ -94,6 +97,42 @@ def test_every_key_of_a_layout_is_listed_with_type_and_default():
     listed = {key: cells[:2] for key, cells in table(section(read("docs/blocks.md"), "### The layouts file")).items()}
     about_all = [leaf for leaf in leaves(LayoutsFile) if leaf.path != "layouts"]
     assert listed == {leaf.path: described(leaf) for leaf in [*about_all, *leaves(LayoutEntry)]}
+
+
+def test_every_timeout_is_listed_with_its_default():
+    sections = [leaf for leaf in leaves(RunFile) if leaf.path.partition(".")[0] in ("timeouts", "stragglers")]
+    waits = [leaf for leaf in leaves(WorkerConfig) if leaf.path.endswith("_timeout") and "." not in leaf.path]
+    expected = {leaf.path: described(leaf)[1] for leaf in [*sections, *waits]}
+    expected |= {f"Keepalive.{leaf.path}": described(leaf)[1] for leaf in leaves(Keepalive)}
+    listed = {key: cells[0] for key, cells in table(section(read("docs/operations.md"), "## Timeouts")).items()}
+    assert listed == expected
+
+
+def test_every_failpoint_is_listed_with_what_has_happened_there():
+    assert table(section(read("docs/operations.md"), "## Failpoints")) == {
+        name: [what] for name, what in failpoints.NAMES.items()
+    }
+
+
+def test_operations_names_reasons_states_and_settings_that_there_are():
+    page = read("docs/operations.md")
+    by_who_acts = re.findall(r"`([A-Z_]+)`", section(page, "## What a refusal asks of you"))
+    assert len(by_who_acts) == len(set(by_who_acts))
+    assert set(by_who_acts) <= BY_REASON.keys()
+    states = ["waiting", "running", "paused", "halted", "finished"]
+    assert list(table(section(page, "## States of a run"))) == states
+    keys = {leaf.path for leaf in [*leaves(RunFile), *leaves(WorkerConfig)]}
+    assert {name.lower() for name in re.findall(r"AYNI_(\w+)", page)} <= keys | {"failpoints"}
+    flags = {key.replace(".", "-").replace("_", "-") for key in keys} | {"config"}
+    page = re.sub(r"^kubectl .*\\\n.*\n", "", page, flags=re.MULTILINE)
+    ours = re.findall(r"(?:-m (?:coordinator_service|worker_agent) |\\\n +|^ +- )--([a-z-]+)", page, re.MULTILINE)
+    assert len(ours) > 20
+    assert set(ours) <= flags
+
+
+def test_kubernetes_manifests_are_yaml():
+    [block] = re.findall(r"```yaml\n(.*?)```", read("docs/operations.md"), re.DOTALL)
+    assert [part["kind"] for part in yaml.safe_load_all(block)] == ["Service", "StatefulSet", "Deployment"]
 
 
 @pytest.mark.parametrize("task", OPTIONS)

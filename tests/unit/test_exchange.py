@@ -130,6 +130,7 @@ def test_one_part_goes_out_in_chunks_and_the_mean_comes_in():
         (8, 0, VALUES[2:4].tobytes()),
         (16, 0, VALUES[4:].tobytes()),
     ]
+    assert offer.out is not None
     assert offer.out.tolist() == [0, 2, 4, 6, 8]
     assert call.half_closed.is_set()
     assert traffic.sent_bytes == sum(map(len, call.written))
@@ -151,6 +152,7 @@ def test_bfloat16_on_the_wire():
     offer = contribution(np.array([1.0, 1.00390625, -3.0, 0.1, 2.5], np.float32), dtype="bfloat16")
     run(call, offer)
     assert [len(data) for _, _, data in chunks_of(call)] == [8, 2]
+    assert offer.out is not None
     assert offer.out.tolist() == [1.0, 1.0, -3.0, 0.10009765625, 2.5]
 
 
@@ -159,6 +161,7 @@ def test_a_total_weight_of_zero_gives_zeros_and_no_loss():
     offer = contribution(None)
     assert run(outcome_of, offer).global_loss is None
     assert outcome_of.written == [BEGIN]
+    assert offer.out is not None
     assert offer.out.tolist() == [0] * 5
 
 

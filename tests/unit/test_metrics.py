@@ -2,6 +2,7 @@
 
 import json
 import math
+import resource
 from pathlib import Path
 
 import pytest
@@ -42,14 +43,31 @@ def test_a_second_start_appends(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
-def test_a_full_disk_is_told_with_the_path(tmp_path: Path) -> None:
+def test_a_full_disk_is_told_once_and_does_not_end_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "metrics.jsonl"
     path.symlink_to("/dev/full")
     metrics = Metrics(tmp_path, tensorboard=False)
-    for act in (lambda: metrics.write(event()), metrics.close):
-        with pytest.raises(OSError, match="No space left on device") as caught:
-            act()
-        assert str(path) in str(caught.value)
+    for step in range(3):
+        metrics.write(event(step=step))
+    metrics.close()
+    (told,) = [entry.getMessage() for entry in caplog.records]
+    assert "No space left on device" in told
+    assert str(path) in told
+
+
+def test_lines_follow_when_there_is_room_again(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    metrics = Metrics(tmp_path, tensorboard=False)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+        metrics.write(event(step=0))
+        metrics.write(event(step=1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    metrics.write(event(step=2))
+    metrics.close()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0, 1, 2]
 
 
 def test_numbers_that_json_does_not_have_are_null() -> None:

@@ -124,3 +124,26 @@ def test_parts_of_an_unfinished_shard_and_leaves_beyond_it_are_refused() -> None
     sums.push_absent()
     with pytest.raises(AssertionError, match="outside the shard"):
         sums.push_absent()
+
+
+def test_sums_of_one_bucket_share_buffers_but_not_values() -> None:
+    free: list[Vector] = []
+    one, two = PartialSums(N, free), PartialSums(N, free)
+    leaves = leaves_of(2, 8, frozenset())
+    first = [part.copy() for part in parts_of(one, leaves, 0, 3) if part is not None]
+    parts = parts_of(two, leaves, 3, 8)
+    assert [bytes_of(part) for part in one.parts()] == [bytes_of(part) for part in first]
+    assert not {id(part) for part in parts} & {id(part) for part in one.parts()}
+    two.release()
+    again = {id(part) for part in parts_of(PartialSums(N, free), leaves, 3, 8)}
+    assert again <= {id(part) for part in [*parts, *free]}
+    assert [bytes_of(part) for part in one.parts()] == [bytes_of(part) for part in first]
+
+
+def test_a_leaf_that_was_not_pushed_is_given_back() -> None:
+    free: list[Vector] = []
+    sums = PartialSums(N, free)
+    sums.begin(0, 1, 1)
+    sums.leaf()
+    sums.release()
+    assert len(free) == 1

@@ -19,8 +19,9 @@ from ayni.buckets import FLAT
 from ayni.errors import BadChunk, NonFinite, StaleStep
 from ayni.step_values import MicrobatchStats
 from ayni.tensors import TensorSpec
+from coordinator_service.leases import Key, Lease, Moment
 from coordinator_service.reduction import Round
-from coordinator_service.steps import Key, Lease, Moment, Step
+from coordinator_service.steps import Step
 from worker_agent.training.partial_sums import PartialSums
 
 UNIT_ROUNDOFF = 2.0**-24

@@ -16,9 +16,10 @@ from ayni.errors import (
     StaleStep,
     WeightMismatch,
 )
-from ayni.step_values import MicrobatchStats
+from ayni.step_values import MicrobatchStats, Report
 from ayni.tensors import TensorSpec
-from coordinator_service.steps import Key, Lease, Moment, Step
+from coordinator_service.leases import Key, Lease, Moment
+from coordinator_service.steps import Step, compare_hashes
 
 MOMENT = Moment(epoch=2, step=5, attempt=1)
 ANT = Lease(lease_id=11, worker_id=0, worker_name="ant", start=0, stop=2)
@@ -33,6 +34,10 @@ def stats(lease: Lease, weight: int = 4, loss: float | None = 2.0) -> list[Micro
     ]
 
 
+def report(num_buckets: int, microbatches: list[MicrobatchStats], sha256: str = "") -> Report:
+    return Report(num_buckets=num_buckets, microbatches=microbatches, parameters_sha256=sha256)
+
+
 @pytest.fixture
 def step() -> Step:
     return Step(moment=MOMENT, kind="train", num_microbatches=3, leases=[ANT, BEE])
@@ -41,8 +46,8 @@ def step() -> Step:
 def contribute(step: Step, bucket: Bucket = FLAT) -> None:
     step.begin(ANT, bucket, SPEC, stats(ANT))
     step.begin(BEE, bucket, SPEC, stats(BEE))
-    step.rounds[bucket].contribute(0, 0, 0, np.array([8, 8], np.float32))
-    step.rounds[bucket].contribute(1, 0, 0, np.array([4, 4], np.float32))
+    step.rounds[bucket].contribute(11, 0, 0, np.array([8, 8], np.float32))
+    step.rounds[bucket].contribute(12, 0, 0, np.array([4, 4], np.float32))
 
 
 @pytest.mark.parametrize(
@@ -51,7 +56,7 @@ def contribute(step: Step, bucket: Bucket = FLAT) -> None:
         (Key(moment=Moment(epoch=1, step=5, attempt=1), lease_id=11), StaleEpoch, "epoch 1 is not in force, 2 is"),
         (Key(moment=Moment(epoch=2, step=4, attempt=1), lease_id=11), StaleStep, "step 4 attempt 1 is not open"),
         (Key(moment=Moment(epoch=2, step=5, attempt=0), lease_id=11), StaleStep, "step 5 attempt 0 is not open"),
-        (Key(moment=MOMENT, lease_id=12), NotLeased, "lease 12 is not the lease of worker 0"),
+        (Key(moment=MOMENT, lease_id=12), NotLeased, "lease 12 is not a lease of worker 0"),
     ],
 )
 def test_stale_or_foreign_lease_is_refused(step, key, error, sentence):
@@ -66,17 +71,17 @@ def test_own_lease_is_found(step):
 def test_step_is_done_when_all_have_committed(step):
     contribute(step)
     assert step.rounds[FLAT].complete
-    step.commit(ANT, 1, stats(ANT), "aa")
+    step.commit(ANT, report(1, stats(ANT), "aa"))
     assert not step.done
     assert step.uncommitted == [BEE]
-    step.commit(ANT, 1, stats(ANT), "aa")
-    step.commit(BEE, 1, stats(BEE), "aa")
+    step.commit(ANT, report(1, stats(ANT), "aa"))
+    step.commit(BEE, report(1, stats(BEE), "aa"))
     assert step.done
     totals = step.totals()
     assert (totals.total_weight, totals.global_loss) == (12, 6 / 12)
     assert (totals.num_correct, totals.num_predictions) == (9, 12)
     assert step.gradient_norm() == pytest.approx(math.sqrt(2))
-    step.check_hashes()
+    assert step.hashes == {0: "aa", 1: "aa"}
 
 
 def test_norm_covers_all_buckets(step):
@@ -87,8 +92,8 @@ def test_norm_covers_all_buckets(step):
 
 def test_loss_is_weighted_not_a_mean_of_means():
     step = Step(moment=MOMENT, kind="evaluate", num_microbatches=3, leases=[ANT, BEE])
-    step.commit(ANT, 0, stats(ANT, weight=0, loss=0.0)[:1] + stats(ANT, weight=1, loss=1.0)[1:], "")
-    step.commit(BEE, 0, stats(BEE, weight=3, loss=6.0), "")
+    step.commit(ANT, report(0, stats(ANT, weight=0, loss=0.0)[:1] + stats(ANT, weight=1, loss=1.0)[1:], ""))
+    step.commit(BEE, report(0, stats(BEE, weight=3, loss=6.0), ""))
     assert step.totals().global_loss == 1.75
 
 
@@ -96,10 +101,10 @@ def test_loss_that_comes_later_is_added(step):
     step.begin(ANT, FLAT, SPEC, stats(ANT, loss=None))
     assert step.totals().global_loss is None
     contribution = stats(ANT)
-    step.rounds[FLAT].begin(1, "bee", SPEC, {2: 4})
-    step.rounds[FLAT].contribute(0, 0, 0, np.array([8, 8], np.float32))
-    step.rounds[FLAT].contribute(1, 0, 0, np.array([8, 8], np.float32))
-    step.commit(ANT, 1, contribution, "")
+    step.rounds[FLAT].begin(12, "bee", SPEC, {2: 4})
+    step.rounds[FLAT].contribute(11, 0, 0, np.array([8, 8], np.float32))
+    step.rounds[FLAT].contribute(12, 0, 0, np.array([8, 8], np.float32))
+    step.commit(ANT, report(1, contribution, ""))
     assert step.totals().global_loss == 4 / 8
 
 
@@ -107,7 +112,7 @@ def test_no_weight_at_all_is_no_division(step):
     for lease in (ANT, BEE):
         step.begin(lease, FLAT, SPEC, stats(lease, weight=0, loss=0.0))
     for lease in (ANT, BEE):
-        step.commit(lease, 1, stats(lease, weight=0, loss=0.0), "")
+        step.commit(lease, report(1, stats(lease, weight=0, loss=0.0), ""))
     assert step.done
     assert (step.totals().total_weight, step.totals().global_loss, step.gradient_norm()) == (0, 0.0, 0.0)
 
@@ -139,14 +144,14 @@ def test_non_finite_loss_is_refused_by_name(step, loss):
 def test_commit_without_all_buckets_is_refused(step):
     step.begin(ANT, FLAT, SPEC, stats(ANT))
     with pytest.raises(SpecMismatch, match="incomplete: flat"):
-        step.commit(ANT, 1, stats(ANT), "")
+        step.commit(ANT, report(1, stats(ANT), ""))
 
 
 def test_workers_with_other_numbers_of_buckets_are_told(step):
     contribute(step)
-    step.commit(ANT, 1, stats(ANT), "")
+    step.commit(ANT, report(1, stats(ANT), ""))
     with pytest.raises(SpecMismatch, match="worker bee commits 2 buckets; 1 are expected"):
-        step.commit(BEE, 2, stats(BEE), "")
+        step.commit(BEE, report(2, stats(BEE), ""))
 
 
 def test_second_contribution_is_refused(step):
@@ -155,12 +160,9 @@ def test_second_contribution_is_refused(step):
         step.begin(ANT, FLAT, SPEC, stats(ANT))
 
 
-def test_divergence_names_both(step):
-    contribute(step)
-    step.commit(ANT, 1, stats(ANT), "aaaa")
-    step.commit(BEE, 1, stats(BEE), "bbbb")
+def test_divergence_names_both():
     with pytest.raises(Diverged, match="ant has aaaa, bee has bbbb"):
-        step.check_hashes()
+        compare_hashes("step 5", {"ant": "aaaa", "bee": "bbbb", "cat": ""})
 
 
 def test_evaluation_takes_no_gradients():

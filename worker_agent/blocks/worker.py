@@ -80,6 +80,11 @@ class LocalBlockWorker:
         return self._configuring.group.instance_id
 
     @property
+    def has_object_store(self) -> bool:
+        """Whether a store of objects is configured."""
+        return self._objects.is_open
+
+    @property
     def layout_bytes(self) -> int:
         """Bytes of all layouts."""
         return sum(entry.descriptor.config.total_bytes for entry in self._registry.entries())
@@ -305,6 +310,12 @@ class LocalBlockWorker:
         batch = tier.get(keys, entry.memory, blocks, deadline)
         batch.quiesced.add_done_callback(lambda _: release())
         return _report(await batch)
+
+    async def remove_blocks(self, layout: LocalLayout, keys: Sequence[bytes], timeout_s: float = 60.0) -> KeyReport:
+        """Removes stored objects."""
+        tier = self._objects.tier(self._registry.at(layout))
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        return _report(await tier.remove(keys, deadline) if tier else object_half.failed(len(keys)))
 
     def lend(self, handle: LayoutHandle, incarnation: int, ids: Ids, write: bool) -> AbstractContextManager[Memory]:
         """Holds blocks for a peer's stream; see `streams.Lender`."""

@@ -2,14 +2,19 @@
 
 A checkpoint is a folder: `state.safetensors` (trainable parameters, the optimizer's arrays, the step, and a hash of the
 parameters) and `model/` (the task's natural format). It is written beside its place, flushed to the disk, and renamed;
-the one before stays until then. No pickle.
+the one before stays until then. A crash between the two renames leaves the one before under a hidden name, from which
+it is put back. No pickle.
+
+`begin` takes everything from the replica that is needed; what it returns is written later, while training goes on.
 """
 
 import errno
+import logging
 import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,9 +22,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ayni import failpoints
 from worker_agent.training.fingerprint import arrays_sha256
 from worker_agent.training.task import Task, host_copy
 from worker_agent.training.update import Update
+
+log = logging.getLogger(__name__)
 
 STATE_FILE = "state.safetensors"
 FORMAT = "ayni-checkpoint-1"
@@ -40,18 +48,26 @@ class CheckpointFolder:
             OSError: the disk is full or can't be written to. What was there before is whole, and no part of the new
                 one is left.
         """
+        return self.begin(name, task, update, completed_steps).write()
+
+    def begin(self, name: str, task: Task, update: Update | None, completed_steps: int) -> "UnwrittenCheckpoint":
+        """Copies a replica's state to host memory, and has the task save its model without waiting for the disk.
+
+        No other checkpoint of the same name may be unwritten.
+
+        Raises:
+            OSError: as in `save`.
+        """
         target = self._folder / name
         partial = self._folder / f".{name}.partial"
         with _cleaned(partial, target):
             self._folder.mkdir(parents=True, exist_ok=True)
+            _put_back(target)
             shutil.rmtree(partial, ignore_errors=True)
             (partial / "model").mkdir(parents=True)
             tensors, metadata = state_of(task, update, completed_steps)
-            _save_file(tensors, partial / STATE_FILE, metadata)
             task.save(partial / "model")
-            _sync_tree(partial)
-            _replace(partial, target)
-        return target
+        return UnwrittenCheckpoint(partial=partial, target=target, tensors=tensors, metadata=metadata)
 
     def load(self, name: str, task: Task, update: Update | None = None) -> int:
         """Puts a checkpoint's parameters into the task, and its optimizer state into `update`; returns completed steps.
@@ -61,8 +77,32 @@ class CheckpointFolder:
             ValueError: it is damaged, or belongs to another task or optimizer. The task is unchanged.
         """
         path = self._folder / name / STATE_FILE
+        _put_back(path.parent)
         tensors, metadata = _read(path)
         return restore(f"checkpoint {path}", tensors, metadata, task, update)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnwrittenCheckpoint:
+    """A checkpoint that is in memory, and its model in part on the disk."""
+
+    partial: Path
+    target: Path
+    tensors: dict[str, Tensor]
+    metadata: dict[str, str]
+
+    def write(self) -> Path:
+        """Writes it to the disk and puts it in its place; returns its folder.
+
+        Raises:
+            OSError: as in `CheckpointFolder.save`.
+        """
+        with _cleaned(self.partial, self.target):
+            save_file(self.tensors, self.partial / STATE_FILE, self.metadata)
+            _sync_tree(self.partial)
+            failpoints.hit("worker.checkpoint.written")
+            _replace(self.partial, self.target)
+        return self.target
 
 
 def restore(
@@ -102,15 +142,6 @@ def state_of(task: Task, update: Update | None, completed_steps: int) -> tuple[d
     return tensors, metadata
 
 
-def _save_file(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
-    try:
-        save_file(tensors, path, metadata)
-    except SafetensorError as error:
-        # The library reports a full disk as an error of its own, with the number in its text.
-        code = errno.ENOSPC if "os error 28" in str(error) else errno.EIO
-        raise OSError(code, f"could not write {sum(t.nbytes for t in tensors.values()):,} bytes: {error}") from error
-
-
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     if not path.is_file():
         raise FileNotFoundError(f"there is no checkpoint at {path}")
@@ -124,16 +155,15 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 def _check(what: str, metadata: Mapping[str, str], parameters: Mapping[str, Tensor], task: Task) -> None:
     if metadata.get("format") != FORMAT:
         raise ValueError(f"{what} has format {metadata.get('format')!r}; this program reads {FORMAT!r}")
-    if metadata["task_fingerprint"] != task.fingerprint():
+    if metadata.get("task_fingerprint") != task.fingerprint():
         raise ValueError(
-            f"{what} belongs to another task: {metadata['task']} ({metadata['task_fingerprint'][:12]}); "
+            f"{what} belongs to another task: {metadata.get('task')} ({metadata.get('task_fingerprint', '')[:12]}); "
             f"this worker has {task.summary()} ({task.fingerprint()[:12]})"
         )
     found = _hash(parameters)
-    if found != metadata["parameters_sha256"]:
-        raise ValueError(
-            f"{what} is damaged: its parameters hash to {found[:12]}, it says {metadata['parameters_sha256'][:12]}"
-        )
+    said = metadata.get("parameters_sha256", "")
+    if found != said:
+        raise ValueError(f"{what} is damaged: its parameters hash to {found[:12]}, it says {said[:12] or 'nothing'}")
 
 
 def _hash(parameters: Mapping[str, Tensor]) -> str:
@@ -149,13 +179,19 @@ def _cleaned(partial: Path, target: Path) -> Iterator[None]:
     """Removes what a failed write left, and says where it failed."""
     try:
         yield
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         written = sum(file.stat().st_size for file in partial.rglob("*") if file.is_file()) if partial.exists() else 0
         shutil.rmtree(partial, ignore_errors=True)
-        raise OSError(error.errno, _failure(error, target, written)) from error
+        cause = error if isinstance(error, OSError) else _os_error(error)
+        raise OSError(cause.errno, _failure(cause, target, written)) from error
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def _os_error(error: SafetensorError) -> OSError:
+    # The library reports a full disk as an error of its own, with the number in its text.
+    return OSError(errno.ENOSPC if "os error 28" in str(error) else errno.EIO, str(error))
 
 
 def _failure(error: OSError, target: Path, written: int) -> str:
@@ -187,11 +223,24 @@ def _sync(path: Path) -> None:
 
 
 def _replace(partial: Path, target: Path) -> None:
-    """Puts a folder in another's place. A crash between the renames leaves the old one under a hidden name."""
-    old = target.with_name(f".{target.name}.old")
+    """Puts a folder in another's place. A crash between the renames leaves the old one for `_put_back`."""
+    old = _old(target)
     shutil.rmtree(old, ignore_errors=True)
     if target.exists():
         target.rename(old)
+        failpoints.hit("worker.checkpoint.moved")
     partial.rename(target)
     _sync(target.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _put_back(target: Path) -> None:
+    """Puts a checkpoint back that a crash left out of its place."""
+    old = _old(target)
+    if old.is_dir() and not target.exists():
+        log.warning("checkpoint %s was being replaced when this worker was ended: the one before is put back", target)
+        old.rename(target)
+
+
+def _old(target: Path) -> Path:
+    return target.with_name(f".{target.name}.old")

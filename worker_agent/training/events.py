@@ -41,6 +41,10 @@ class StepEvent:
     """Why the step changed nothing, or which checkpoint was written; else empty."""
     best: bool = False
     """Whether an evaluation is the best so far."""
+    following: bool = False
+    """Whether this worker's parameters lag behind the run: it only kept what the step gave."""
+    publish_state: bool = False
+    """Whether another worker lacks the state that this one has after the step."""
     derived: Mapping[str, float] = field(default_factory=dict)
     """Further numbers of the task, such as bits per byte."""
 
@@ -61,6 +65,7 @@ class TrainResult:
     """Attempts that were given up and computed or sent again."""
     wall_s: float
     parameters_sha256: str
+    """Empty when the parameters lag behind the run."""
     train_loss: float | None = None
     """Of the last training step."""
     evaluation: StepEvent | None = None

@@ -1,4 +1,4 @@
-"""Gradients of a shard, bucket by bucket, while backward is still running.  [shell]
+"""Gradients of shards, bucket by bucket, while backward is still running.  [shell]
 
 Legend: N elements in a bucket.
 
@@ -7,20 +7,46 @@ bucket's host buffer, and takes it off the parameter: every micro-batch's gradie
 bucket has all of its gradients, the buffer is added along the canonical tree (`PartialSums`); in the shard's last
 micro-batch the bucket's parts are handed to `send` at that moment. A parameter that gets no gradient counts as zeros.
 
+`backward_checked` adds a micro-batch only after the whole of its backward, if all of it is finite. Then no bucket can
+leave before the last backward has ended, and the overlap of backward and sending is lost.
+
+One shard is collected at a time, but the sums of a shard stay valid until they are released: what was sent may have to
+be sent again while other shards are collected. Buffers are kept for later shards, so that nothing is allocated once a
+worker has done as many shards at a time as it ever does.
+
 Hooks run on the thread that runs backward, one at a time, because a task lives on one device. One copy per gradient:
 device to host.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from ayni.buckets import Bucket
+from worker_agent.training.finite import first_problem, square_sum
 from worker_agent.training.layout import BucketSpec
 from worker_agent.training.partial_sums import PartialSums, Vector
 
 Send = Callable[[BucketSpec, list[Vector | None]], None]
-"""Takes a bucket's parts, one for each node of the shard's cover. They stay valid until the next `begin`."""
+"""Takes a bucket's parts, one for each node of the shard's cover. They stay valid until the shard is released."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSums:
+    """What the micro-batches of one shard add up to: one entry for each bucket."""
+
+    entries: tuple[tuple[BucketSpec, PartialSums], ...]
+
+    def send(self, send: Send) -> None:
+        """Hands over all buckets, once more."""
+        for spec, sums in self.entries:
+            send(spec, sums.parts())
+
+    def square_sum(self) -> float:
+        """Returns the sum of the squares of all parts."""
+        return sum(square_sum(part) for _, sums in self.entries for part in sums.parts() if part is not None)
 
 
 class ShardGradients:
@@ -31,18 +57,72 @@ class ShardGradients:
         named = dict(parameters)
         self._buckets = [_Bucket(spec, {name: named[name] for name in spec.names}) for spec in specs]
         self._hooks = [hook for bucket in self._buckets for hook in bucket.register(self._bucket_ready)]
+        self._spare: list[ShardSums] = []
         self._send: Send | None = None
-        self._last = False
+        self._last = self._checked = False
 
-    def begin(self, start: int, stop: int, num_microbatches: int, send: Send) -> None:
-        """Opens the shard of micro-batches [start, stop); `send` must be done with the parts of the shard before."""
-        self._send, self._last = send, False
-        for bucket in self._buckets:
-            bucket.begin(start, stop, num_microbatches)
+    def begin(self, start: int, stop: int, num_microbatches: int, send: Send) -> ShardSums:
+        """Opens the shard of micro-batches [start, stop) and returns its sums, which are the caller's to release."""
+        self._send, self._last, self._checked = send, False, False
+        shard = self._spare.pop() if self._spare else ShardSums(tuple(bucket.new_sums() for bucket in self._buckets))
+        for bucket, (_, sums) in zip(self._buckets, shard.entries, strict=True):
+            sums.begin(start, stop, num_microbatches)
+            bucket.begin(sums)
+        return shard
+
+    def release(self, shard: ShardSums) -> None:
+        """Takes the buffers of a shard back; whoever was sent its parts must be done with them."""
+        for _, sums in shard.entries:
+            sums.release()
+        self._spare.append(shard)
 
     def backward(self, loss_sum: Tensor, *, last: bool) -> None:
         """Runs backward for the next micro-batch; in the shard's last one, buckets are sent as they become complete."""
-        self._last = last
+        self._last, self._checked = last, False
+        self._run_backward(loss_sum)
+
+    def backward_checked(self, loss_sum: Tensor) -> str:
+        """Runs backward for the next micro-batch and adds its gradient if all of it is finite.
+
+        Returns:
+            Where the first value is that is not finite; empty when the gradient was added. If it was not, the
+            micro-batch is to be skipped (`skip`).
+        """
+        self._last, self._checked = False, True
+        self._run_backward(loss_sum)
+        for bucket in self._buckets:
+            if problem := first_problem(bucket.leaf()):
+                return f"{bucket.spec.bucket}, {bucket.name_at(problem.index)}: {problem.value}"
+        for bucket in self._buckets:
+            bucket.push()
+        return ""
+
+    def leaves(self) -> dict[Bucket, Vector]:
+        """Returns the buffers of the next micro-batch, each shape [N], to be filled from elsewhere and pushed."""
+        return {bucket.spec.bucket: bucket.leaf() for bucket in self._buckets}
+
+    def push(self) -> None:
+        """Adds what is in `leaves` as the next micro-batch."""
+        for bucket in self._buckets:
+            bucket.push()
+
+    def skip(self) -> None:
+        """Says that the next micro-batch has weight 0 and no gradient."""
+        for bucket in self._buckets:
+            bucket.push_absent()
+
+    def finish(self) -> None:
+        """Sends every bucket that has not been sent: all of them when the shard is empty or ends with weight 0."""
+        for bucket in self._buckets:
+            if not bucket.is_sent:
+                self._hand_over(bucket)
+
+    def close(self) -> None:
+        """Removes the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _run_backward(self, loss_sum: Tensor) -> None:
         for bucket in self._buckets:
             bucket.expect_gradients()
         loss_sum.backward()
@@ -51,45 +131,27 @@ class ShardGradients:
                 bucket.fill_with_zeros()
                 self._bucket_ready(bucket)
 
-    def skip(self) -> None:
-        """Says that the next micro-batch has weight 0 and no gradient."""
-        for bucket in self._buckets:
-            bucket.sums.push_absent()
-
-    def finish(self) -> None:
-        """Sends every bucket that has not been sent: all of them when the shard is empty or ends with weight 0."""
-        for bucket in self._buckets:
-            if not bucket.is_sent:
-                self._hand_over(bucket)
-
-    def resend(self, send: Send) -> None:
-        """Sends all buckets of the shard that was collected last once more."""
-        for bucket in self._buckets:
-            send(bucket.spec, bucket.sums.parts())
-
-    def close(self) -> None:
-        """Removes the hooks."""
-        for hook in self._hooks:
-            hook.remove()
-
     def _bucket_ready(self, bucket: "_Bucket") -> None:
-        bucket.sums.push()
+        if self._checked:
+            return
+        bucket.push()
         if self._last:
             self._hand_over(bucket)
 
     def _hand_over(self, bucket: "_Bucket") -> None:
         assert self._send is not None, "begin() has not been called"
         bucket.is_sent = True
-        self._send(bucket.spec, bucket.sums.parts())
+        self._send(bucket.spec, bucket.parts())
 
 
 class _Bucket:
-    """One bucket's parameters and sums."""
+    """One bucket's parameters, and the sums of the shard that is collected."""
 
     def __init__(self, spec: BucketSpec, parameters: Mapping[str, nn.Parameter]) -> None:
         self.spec = spec
-        self.sums = PartialSums(spec.num_elements)
         self.is_sent = False
+        self._free: list[Vector] = []
+        self._sums = PartialSums(spec.num_elements, self._free)
         self._parameters = parameters
         self._slices = dict(spec.slices())
         self._missing: set[str] = set()
@@ -99,6 +161,10 @@ class _Bucket:
         """Whether a gradient of the current micro-batch has not come."""
         return bool(self._missing)
 
+    def new_sums(self) -> tuple[BucketSpec, PartialSums]:
+        """Returns sums for one more shard; all of them share one free list."""
+        return self.spec, PartialSums(self.spec.num_elements, self._free)
+
     def register(self, ready: Callable[["_Bucket"], None]) -> list[torch.utils.hooks.RemovableHandle]:
         """Hooks all parameters; `ready` is called when the last gradient of a micro-batch is in the buffer."""
         return [
@@ -106,10 +172,11 @@ class _Bucket:
             for name, parameter in self._parameters.items()
         ]
 
-    def begin(self, start: int, stop: int, num_microbatches: int) -> None:
+    def begin(self, sums: PartialSums) -> None:
         """Opens a shard and drops whatever an interrupted one left on the parameters."""
-        self.sums.begin(start, stop, num_microbatches)
+        self._sums = sums
         self.is_sent = False
+        self._missing.clear()
         for parameter in self._parameters.values():
             parameter.grad = None
 
@@ -120,8 +187,31 @@ class _Bucket:
     def fill_with_zeros(self) -> None:
         """Gives parameters without a gradient zeros."""
         for name in self._missing:
-            self.sums.leaf()[self._slices[name]] = 0.0
+            self.leaf()[self._slices[name]] = 0.0
         self._missing.clear()
+
+    def name_at(self, index: int) -> str:
+        """Returns the parameter that an element belongs to, and which of its elements it is."""
+        for name, place in self._slices.items():
+            if place.start <= index < place.stop:
+                return f"{name}[{index - place.start}]"
+        raise AssertionError(f"{self.spec.bucket} has no element {index}")
+
+    def leaf(self) -> Vector:
+        """Returns the buffer of the current micro-batch, shape [N]."""
+        return self._sums.leaf()
+
+    def push(self) -> None:
+        """Adds the current micro-batch."""
+        self._sums.push()
+
+    def push_absent(self) -> None:
+        """Adds nothing for the current micro-batch."""
+        self._sums.push_absent()
+
+    def parts(self) -> list[Vector | None]:
+        """Returns the shard's parts."""
+        return self._sums.parts()
 
     def _hook(self, name: str, ready: Callable[["_Bucket"], None]) -> Callable[[Tensor], None]:
         def take(parameter: Tensor) -> None:
@@ -130,7 +220,7 @@ class _Bucket:
                     f"parameter {name} got a gradient twice in one backward, or outside ShardGradients.backward; "
                     "re-entrant checkpointing does that: use use_reentrant=False"
                 )
-            _copy_gradient(parameter, self.sums.leaf()[self._slices[name]])
+            _copy_gradient(parameter, self.leaf()[self._slices[name]])
             self._missing.discard(name)
             if not self._missing:
                 ready(self)

@@ -1,37 +1,42 @@
 """The training loop of one worker.  [shell]
 
 One turn: take a lease; for each leased micro-batch compute the summed loss and, while backward still runs, hand over
-the buckets; commit; take the means; update. An evaluation is a turn without gradients. A voided attempt drops its
-results and takes the next lease, which names the same step again; gradients that were complete are sent again, not
-computed again, when the lease is the same.
+the buckets; commit; take the means; update. An evaluation is a turn without gradients. Before the commit further leases
+may come, on what others did not do. A voided attempt drops its results and takes the next lease, which names the same
+step again; gradients that were complete are sent again, not computed again, when a lease has the same micro-batches.
+
+A worker whose parameters lag behind the run takes part without micro-batches and keeps the means, until a state of
+another worker has come (`following`).
 """
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import wait as wait_for_futures
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
-from ayni import order
-from ayni.errors import StepVoided
+from ayni import failpoints
+from ayni.errors import LeaseRevoked, StepVoided
 from ayni.run_config import RunConfig
-from worker_agent.session import Commit, Session, ShardAssignment, StepTimes, Vector
-from worker_agent.training import rng
-from worker_agent.training.checkpoint import CheckpointFolder, restore, state_of
+from worker_agent.session import Commit, Report, Session, ShardAssignment, StepTimes, Woken
+from worker_agent.training.catching_up import CatchingUp
+from worker_agent.training.checkpoint_writer import CheckpointWriter
+from worker_agent.training.contributing import Contributor
 from worker_agent.training.events import StepEvent, TrainResult
-from worker_agent.training.fingerprint import parameters_sha256
-from worker_agent.training.gradients import Send, ShardGradients
-from worker_agent.training.layout import BucketSpec
-from worker_agent.training.precision import autocast, check_precision
+from worker_agent.training.following import Follower, StateSource
+from worker_agent.training.gradients import ShardGradients
+from worker_agent.training.inner_loop import InnerLoop
+from worker_agent.training.local_update import LocalUpdate
+from worker_agent.training.microbatches import Microbatches
+from worker_agent.training.precision import check_precision
+from worker_agent.training.replica import Replica
 from worker_agent.training.shard import Shard
-from worker_agent.training.task import EVALUATION, TRAIN, LossSums, Task
-from worker_agent.training.update import Update, make_update, warm_up
+from worker_agent.training.task import EVALUATION, TRAIN, Task
+from worker_agent.training.turn import Turn
+from worker_agent.training.update import warm_up
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +52,12 @@ class TrainingConfig:
     checkpoint_every: int = 0
     """Steps between "last" checkpoints. 0: only at the end."""
     means_timeout_s: float = 600.0
-    """Longest wait for the means of a step that is already committed, and for the session to give buffers back."""
+    """Longest wait for the means of a step that is already committed, for the session to give buffers back, and for a
+    checkpoint to be written."""
+    state_source: StateSource | None = None
+    """Where the run's state comes from when this worker lags behind; None for nowhere, then lagging is an error."""
+    follow_bytes: int = 1 << 30
+    """Most memory for means that are kept while the run's state is on its way."""
 
 
 DEFAULTS = TrainingConfig()
@@ -73,32 +83,49 @@ def train(
 
 
 class Trainer:
-    """One replica: the task, its gradients and its optimizer. Outlives a session, so that a worker can rejoin."""
+    """One replica and what trains it. Outlives a session, so that a worker can rejoin."""
 
     def __init__(self, task: Task, config: RunConfig, training: TrainingConfig = DEFAULTS) -> None:
         """Prepares buffers; the optimizer is made when the first lease says where updates run."""
         check_precision(config.precision, task.model)
-        warm_up()
+        if config.optimizer.update != "host":
+            warm_up()
         self._task, self._config, self._training = task, config, training
-        self._specs: Sequence[BucketSpec] = tuple(task.buckets)
-        self._gradients = ShardGradients(task.trainable(), self._specs)
-        self._means = {spec.bucket: np.zeros(spec.num_elements, np.float32) for spec in self._specs}
-        self._update: Update | None = None
-        self._kept: Shard | None = None
+        specs = tuple(task.buckets)
+        self._num_buckets = len(specs)
+        self.replica = Replica(task, config, specs)
+        self._gradients = ShardGradients(task.trainable(), specs)
+        self._microbatches = Microbatches(task, config, self._gradients)
+        inner = InnerLoop(self._microbatches, self._gradients, config, self._local_update)
+        work = inner if config.local_update.enabled else self._microbatches
+        self._contributor = Contributor(work, self._gradients, specs)
+        follower = Follower(training.state_source, training.follow_bytes) if training.state_source else None
+        self._catching_up = CatchingUp(self.replica, self._contributor, follower)
+        self._checkpoints = CheckpointWriter(training.checkpoint_folder) if training.checkpoint_folder else None
         self._times = StepTimes()
-        self._checkpoints = CheckpointFolder(training.checkpoint_folder) if training.checkpoint_folder else None
         self._rank = -1
         self._began = time.perf_counter()
         self._result = TrainResult(completed_steps=0, skipped_steps=0, voided_steps=0, wall_s=0.0, parameters_sha256="")
-        self.completed_steps = 0
+
+    @property
+    def completed_steps(self) -> int:
+        """Updates that the parameters have had."""
+        return self.replica.completed_steps
+
+    @property
+    def is_following(self) -> bool:
+        """Whether the parameters lag behind the run, as far as is known."""
+        return self._catching_up.is_following
 
     def parameters_sha256(self) -> str:
         """Returns the hash of the trainable parameters, for the coordinator to compare."""
-        return self._update.parameters_sha256() if self._update else parameters_sha256(self._task.trainable())
+        return self.replica.parameters_sha256()
 
     def close(self) -> None:
-        """Takes the hooks off the model."""
+        """Takes the hooks off the model, and waits for a checkpoint that is being written."""
         self._gradients.close()
+        if self._checkpoints:
+            self._checkpoints.close(self._training.means_timeout_s)
 
     def load(self, checkpoint: Path, update: str) -> None:
         """Continues from a checkpoint's state; `update` is "host" or "device", as it was written.
@@ -106,13 +133,11 @@ class Trainer:
         Raises:
             ValueError: the checkpoint is damaged, or of another task or optimizer.
         """
-        self._update = make_update(update, self._config.optimizer, self._task.trainable(), self._specs)
-        self.completed_steps = CheckpointFolder(checkpoint.parent).load(checkpoint.name, self._task, self._update)
+        self.replica.load(checkpoint, update)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, str]]:
         """Returns copies of everything that training goes on from (parameters, optimizer), and facts about it."""
-        tensors, facts = state_of(self._task, self._update, self.completed_steps)
-        return tensors, {**facts, **self._own_facts()}
+        return self.replica.state()
 
     def restore(self, what: str, tensors: Mapping[str, Tensor], facts: Mapping[str, str]) -> None:
         """Goes on from what `state` of an equal replica returned; `what` names it in errors.
@@ -120,16 +145,8 @@ class Trainer:
         Raises:
             ValueError: it is damaged, or of another task or optimizer.
         """
-        for name, own in self._own_facts().items():
-            if facts.get(name, own) != own:
-                raise ValueError(f"{what} was written with {name} {facts[name]}, but this run has {name} {own}")
-        kind = facts.get("update", "")
-        self._update = make_update(kind, self._config.optimizer, self._task.trainable(), self._specs) if kind else None
-        self.completed_steps = restore(what, tensors, facts, self._task, self._update)
-
-    def _own_facts(self) -> dict[str, str]:
-        """Returns what must be the same where a run goes on, beside the task."""
-        return {"seed": str(self._config.seed), "optimizer": self._config.optimizer.name}
+        self._contributor.release(())
+        self.replica.restore(what, tensors, facts)
 
     def train(self, session: Session, on_event: OnEvent = _ignore) -> TrainResult:
         """Trains until the session says that the run is over.
@@ -139,186 +156,146 @@ class Trainer:
             OSError: a checkpoint could not be written.
         """
         self._began = time.perf_counter()
-        while (lease := session.receive_shard()) is not None:
+        while (lease := self._receive(session)) is not None:
+            failpoints.hit("worker.lease.taken")
             self._rank = lease.rank
-            turn = self._train_step if lease.kind == "train" else self._evaluate
-            event = turn(session, Shard(lease))
+            if self._checkpoints:
+                self._checkpoints.check()
+            event = self._train_step(session, lease) if lease.kind == "train" else self._evaluate(session, lease)
             if event is not None:
                 on_event(event)
+        self._catching_up.take_state()
         if self.completed_steps:
             self._write("last")
+        if self._checkpoints:
+            self._checkpoints.wait(self._training.means_timeout_s)
         return replace(
             self._result,
             completed_steps=self.completed_steps,
             wall_s=time.perf_counter() - self._began,
-            parameters_sha256=self.parameters_sha256(),
+            parameters_sha256="" if self.is_following else self.parameters_sha256(),
         )
 
-    def _train_step(self, session: Session, shard: Shard) -> StepEvent | None:
-        lease = shard.assignment
-        self._check_turn(lease)
+    def _receive(self, session: Session) -> ShardAssignment | None:
+        """Waits for a lease; takes a state that comes meanwhile."""
+        while True:
+            try:
+                return session.receive_shard()
+            except Woken:
+                if self._catching_up.take_state():
+                    session.caught_up(self.completed_steps)
+
+    def _train_step(self, session: Session, lease: ShardAssignment) -> StepEvent | None:
+        turn = Turn(Shard(lease))
+        follows = self._catching_up.lags(session, lease)
+        self.replica.prepare(lease.update)
         try:
-            self._contribute(session, shard)
-            commit = session.commit(
-                lease,
-                num_buckets=len(self._specs),
-                microbatches=tuple(shard.stats),
-                parameters_sha256=self._audit_hash(lease.step),
-                times=self._reported_times(shard),
-            )
+            commit = turn.settle(session, partial(self._contribute, session, turn, follows))
             committed = time.perf_counter()
-            for future in shard.futures:
+            for future in turn.primary.futures:
                 future.result(self._training.means_timeout_s)
-        except StepVoided as error:
-            self._void(shard, error)
+        except (StepVoided, LeaseRevoked) as error:
+            self._give_up(turn, error)
             return None
+        turn.wait(self._training.means_timeout_s)
+        failpoints.hit("worker.commit.received")
         session.report("updating")
-        note = self._apply(lease, commit)
-        self._times = shard.times(committed, time.perf_counter())
+        if follows:
+            note = self._catching_up.keep(lease, commit, self._contributor.means)
+        else:
+            note = self._apply(lease, commit)
+        self._contributor.release(turn.shards)
+        self._times = turn.primary.times(committed, time.perf_counter(), turn.extras)
         self._result = replace(self._result, train_loss=commit.global_loss)
         every = self._training.checkpoint_every
-        if every and self.completed_steps % every == 0:
+        if not follows and every and self.completed_steps % every == 0:
             note = self._write("last") or note
-        return self._event(shard, commit, self._times, note)
+        return self._event(turn, commit, self._times, note, follows)
 
-    def _contribute(self, session: Session, shard: Shard) -> None:
-        """Computes and hands over the gradients of a lease, or hands over those that a voided attempt left."""
-        lease = shard.assignment
-
-        def send(spec: BucketSpec, parts: list[Vector | None]) -> None:
-            future = session.contribute(
-                lease,
-                spec.bucket,
-                parts,
-                tuple(shard.stats),
-                out=self._means[spec.bucket],
-                component_sizes=spec.component_sizes,
-            )
-            shard.add_future(future)
-
-        kept, self._kept = self._kept, None
-        if kept is not None and kept.span == shard.span:
-            shard.stats = kept.stats
-            shard.computed = time.perf_counter()
-            self._gradients.resend(send)
-        else:
-            session.report("computing")
-            self._compute(shard, send)
-        self._kept = shard
-        session.report("exchanging")
-
-    def _compute(self, shard: Shard, send: Send) -> None:
-        """Computes a lease's gradients; `send` is called from inside the last backward."""
-        lease = shard.assignment
-        self._task.model.train()
-        self._gradients.begin(lease.microbatch_start, lease.microbatch_stop, lease.num_microbatches, send)
-        for microbatch in lease.microbatches:
-            sums = self._forward(shard, microbatch)
-            if sums.weight:
-                self._gradients.backward(sums.loss_sum, last=microbatch + 1 == lease.microbatch_stop)
-            else:
-                self._gradients.skip()
-        shard.computed = time.perf_counter()
-        self._gradients.finish()
-
-    def _evaluate(self, session: Session, shard: Shard) -> StepEvent | None:
-        lease = shard.assignment
-        session.report("evaluating")
-        self._task.model.eval()
-        with torch.no_grad():
-            for microbatch in lease.microbatches:
-                self._forward(shard, microbatch)
-        shard.computed = time.perf_counter()
-        times = shard.times_so_far()
+    def _evaluate(self, session: Session, lease: ShardAssignment) -> StepEvent | None:
+        turn = Turn(Shard(lease))
+        follows = self._catching_up.lags(session, lease)
         try:
-            commit = session.commit(lease, num_buckets=0, microbatches=tuple(shard.stats), times=times)
-        except StepVoided as error:
-            self._void(shard, error)
+            commit = turn.settle(session, partial(self._measure, session, turn, follows))
+        except (StepVoided, LeaseRevoked) as error:
+            self._give_up(turn, error)
             return None
-        event = self._event(shard, commit, times, self._write("best") if commit.best else "")
+        times = turn.primary.times(turn.primary.computed, turn.primary.computed, turn.extras)
+        note = self._write("best") if commit.best and not follows else ""
+        event = self._event(turn, commit, times, note, follows)
         best = event if commit.best else self._result.best
         self._result = replace(self._result, evaluation=event, best=best)
         return event
 
-    def _forward(self, shard: Shard, microbatch: int) -> LossSums:
-        """Computes a micro-batch's loss, with random draws of its own."""
-        rng.seed_microbatch(self._config.seed, shard.assignment.step, microbatch)
-        start, stop = shard.assignment.positions(microbatch)
-        if start == stop:
-            # Fewer samples than micro-batches: the task is not asked for a batch of nothing.
-            nothing = LossSums(loss_sum=torch.zeros(()), weight=0)
-            shard.add_stats(microbatch, nothing)
-            return nothing
-        began = time.perf_counter()
-        batch = self._batch(shard.assignment.kind, start, stop)
-        shard.data_s += time.perf_counter() - began
-        with autocast(self._config.precision, self._task.model):
-            sums = self._task.loss(batch)
-        shard.add_stats(microbatch, sums)
-        return sums
+    def _contribute(self, session: Session, turn: Turn, follows: bool, shard: Shard) -> None:
+        """Works on one training lease of a turn."""
+        self._contributor.contribute(session, shard)
+        is_audited = shard is turn.primary and not follows
+        shard.report = Report(
+            num_buckets=self._num_buckets,
+            microbatches=tuple(shard.stats),
+            parameters_sha256=self._audit_hash(shard.assignment.step) if is_audited else "",
+            times=self._reported_times(turn, shard),
+            following=follows,
+            square_sum=self._contributor.square_sum(shard),
+        )
 
-    def _batch(self, kind: str, start: int, stop: int) -> Any:
-        """Returns a micro-batch's samples as the task makes them."""
-        if kind != "train":
-            return self._task.batch(range(start, stop), EVALUATION)
-        samples = order.samples_at(self._config.seed, start, stop, self._task.num_samples)
-        return self._task.batch(samples.tolist(), TRAIN)
+    def _measure(self, session: Session, turn: Turn, follows: bool, shard: Shard) -> None:
+        """Works on one evaluation lease of a turn."""
+        session.report("evaluating")
+        self._microbatches.evaluate(shard)
+        times = shard.computing_times()
+        shard.report = Report(num_buckets=0, microbatches=tuple(shard.stats), times=times, following=follows)
 
     def _apply(self, lease: ShardAssignment, commit: Commit) -> str:
         """Updates the parameters and counts the step; returns why nothing was changed, if so."""
-        self._kept = None
-        self.completed_steps += 1
-        if self._update is None:
-            self._update = make_update(lease.update, self._config.optimizer, self._task.trainable(), self._specs)
-        if not commit.total_weight:
-            self._result = replace(self._result, skipped_steps=self._result.skipped_steps + 1)
-            log.warning("step %d changed nothing: its samples have no weight", lease.step)
-            return "no sample of the step has any weight"
-        self._update.step(self._means, learning_rate=commit.learning_rate, clip_factor=commit.clip_factor)
-        return ""
+        has_changed = self.replica.apply(lease.update, commit, self._contributor.means)
+        failpoints.hit("worker.updated")
+        if has_changed:
+            return ""
+        self._result = replace(self._result, skipped_steps=self._result.skipped_steps + 1)
+        return "no sample of the step has any weight"
 
-    def _void(self, shard: Shard, error: StepVoided) -> None:
-        """Waits until the session has let go of all buffers."""
-        lease = shard.assignment
+    def _give_up(self, turn: Turn, error: StepVoided | LeaseRevoked) -> None:
+        """Ends a turn that led to no commit, and keeps what was computed in it."""
+        lease = turn.lease
         self._result = replace(self._result, voided_steps=self._result.voided_steps + 1)
         log.info("attempt %d at step %d was voided: %s", lease.attempt, lease.step, error)
-        _, held = wait_for_futures(shard.futures, self._training.means_timeout_s)
-        if held:
-            raise RuntimeError(
-                f"{len(held)} reductions of a voided attempt at step {lease.step} did not end within "
-                f"{self._training.means_timeout_s:.0f} s"
-            ) from error
+        turn.wait(self._training.means_timeout_s)
+        self._contributor.keep(turn.shards)
 
-    def _check_turn(self, lease: ShardAssignment) -> None:
-        if self._update is not None and lease.update and lease.update != self._update.kind:
-            raise RuntimeError(
-                f"this worker's optimizer runs on the {self._update.kind}, as in the state that it goes on from, but "
-                f"the run says {lease.update}; set optimizer.update to {self._update.kind}"
-            )
-        if lease.step != self.completed_steps:
-            raise RuntimeError(
-                f"this worker's parameters have had {self.completed_steps} updates, but the coordinator leased it step "
-                f"{lease.step}; it needs the state of a worker that is up to date"
-            )
+    def _local_update(self) -> LocalUpdate:
+        update = self.replica.update
+        assert isinstance(update, LocalUpdate)
+        return update
 
     def _audit_hash(self, step: int) -> str:
         """Returns the hash that goes with a commit; empty when no audit is due. The reduction runs meanwhile."""
         every = self._config.audit_every
         return self.parameters_sha256() if every and step % every == 0 else ""
 
-    def _reported_times(self, shard: Shard) -> StepTimes:
+    def _reported_times(self, turn: Turn, shard: Shard) -> StepTimes:
         """Returns the times that go with a commit: what comes after it is the step before's."""
-        known = shard.times_so_far()
-        return replace(self._times, data=known.data, compute=known.compute)
+        known = shard.computing_times()
+        return replace(self._times, data=known.data, compute=known.compute) if shard is turn.primary else known
 
     def _write(self, name: str) -> str:
-        """Writes a checkpoint if this worker is the one that does; returns a note."""
-        if self._checkpoints is None or self._rank != 0:
+        """Begins to write a checkpoint if this worker is the one that does; returns a note."""
+        if self._checkpoints is None or self._rank != 0 or self.is_following:
             return ""
-        path = self._checkpoints.save(name, self._task, self._update, self.completed_steps)
-        return f"wrote {path}"
+        path = self._checkpoints.start(
+            name, self._task, self.replica.update, self.completed_steps, self._training.means_timeout_s
+        )
+        return f"writing {path}"
 
-    def _event(self, shard: Shard, commit: Commit, times: StepTimes, note: str) -> StepEvent:
-        split = TRAIN if shard.assignment.kind == "train" else EVALUATION
+    def _event(self, turn: Turn, commit: Commit, times: StepTimes, note: str, follows: bool) -> StepEvent:
+        split = TRAIN if turn.lease.kind == "train" else EVALUATION
         derived = self._task.derived_metrics(commit.global_loss, split) if commit.total_weight else {}
-        return shard.event(commit, times, time.perf_counter() - self._began, note, derived)
+        event = turn.primary.event(commit, times, turn.extras, derived)
+        return replace(
+            event,
+            note=note,
+            following=follows,
+            publish_state=turn.lease.publish_state and not follows,
+            elapsed_s=time.perf_counter() - self._began,
+        )

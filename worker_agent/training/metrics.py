@@ -3,8 +3,6 @@
 import json
 import logging
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,37 +19,36 @@ class Metrics:
         """Appends to `folder`/metrics.jsonl; TensorBoard files go to `folder`/tensorboard."""
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / "metrics.jsonl"
-        self._file = self._path.open("a", encoding="utf-8")
+        self._file = self._path.open("ab", buffering=0)
+        self._unwritten = b""
         self._writer = _summary_writer(folder / "tensorboard") if tensorboard else None
+        self._is_failing = False
 
     def write(self, event: StepEvent) -> None:
         """Writes one event; the line is complete when this returns.
 
-        Raises:
-            OSError: it could not be written; names the file.
+        Training does not end for its metrics: where they can't be written (a full disk), a warning says so once, and
+        the lines follow as soon as there is room.
         """
-        with _naming(self._path):
-            self._file.write(json.dumps(record(event)) + "\n")
-            self._file.flush()
+        self._unwritten += f"{json.dumps(record(event))}\n".encode()
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+        except OSError as error:
+            if not self._is_failing:
+                log.warning("metrics can't be written to %s: %s; training goes on", self._path, error)
+            self._is_failing = True
+        else:
+            self._is_failing = False
         if self._writer is not None:
             for name, value in _scalars(event).items():
                 self._writer.add_scalar(name, value, event.step)
 
     def close(self) -> None:
-        """Flushes and closes both."""
-        with _naming(self._path):
-            self._file.close()
+        """Closes both."""
+        self._file.close()
         if self._writer is not None:
             self._writer.close()
-
-
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Adds the path to an error of the disk, which has none when a file that is already open can't be written."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def record(event: StepEvent) -> dict[str, object]:

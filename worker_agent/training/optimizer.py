@@ -1,4 +1,4 @@
-"""AdamW and SGD on the host: the same bytes on every processor.  [core]
+"""AdamW, SGD and Nesterov's outer step on the host: the same bytes on every processor.  [core]
 
 Legend: N elements of one array.
 
@@ -156,6 +156,40 @@ class Sgd:
             np.add(velocity, direction, out=velocity)
             direction = velocity
         np.multiply(direction, rate, out=work)
+        np.subtract(parameter, work, out=parameter)
+
+
+class Nesterov:
+    """The outer step of local updates (DiLoCo, Douillard et al., 2023).
+
+    With D how far the workers' parameters went on average, taken from where they began: velocity = momentum * velocity
+    + D; parameter -= learning_rate * (D + momentum * velocity). It is torch's SGD with nesterov=True and D as gradient.
+    """
+
+    def __init__(self, learning_rate: float, momentum: float, parameters: Sequence[Vector]) -> None:
+        """Starts with zero velocity; without momentum there is none."""
+        self._rate, self._momentum = np.float32(learning_rate), np.float32(momentum)
+        self._parameters = list(parameters)
+        self._scratch = np.empty(_block_size(parameters), np.float32)
+        self.velocity = [np.zeros_like(array) for array in parameters] if momentum else []
+
+    def step(self, distances: Sequence[Vector]) -> None:
+        """Updates all arrays in place from their D, each shape [N], float32, which are not changed."""
+        for index, (parameter, distance) in enumerate(zip(self._parameters, distances, strict=True)):
+            for block in _blocks(parameter.size):
+                velocity = self.velocity[index][block] if self.velocity else None
+                self._update_block(parameter[block], distance[block], velocity)
+
+    def _update_block(self, parameter: Vector, distance: Vector, velocity: Vector | None) -> None:
+        work = self._scratch[: parameter.size]
+        if velocity is None:
+            np.multiply(distance, self._rate, out=work)
+        else:
+            np.multiply(velocity, self._momentum, out=velocity)
+            np.add(velocity, distance, out=velocity)
+            np.multiply(velocity, self._momentum, out=work)
+            np.add(work, distance, out=work)
+            np.multiply(work, self._rate, out=work)
         np.subtract(parameter, work, out=parameter)
 
 

@@ -7,8 +7,9 @@ to send. Micro-batches come in order, so the sums that still wait for a right ha
 a leaf is pushed, and while the top two entries are the two halves of one node inside the shard, they become that node.
 
 `begin` opens a shard; then `leaf` and `push`, or `push_absent`, once for each micro-batch; then `parts`. A micro-batch
-of weight 0 is absent, which is not the same as zeros (see `ayni.tree`). Buffers are kept and used again by the next
-shard, so `begin` may not be called before the receiver of the last parts is done with them.
+of weight 0 is absent, which is not the same as zeros (see `ayni.tree`). Buffers come from a free list, which several
+sums over the same bucket may share, and go back to it at `release` or the next `begin`: not before the receiver of the
+last parts is done with them.
 
 What is ugly: the caller must fill `leaf()` before `push()`, and nothing checks that it did.
 """
@@ -25,10 +26,15 @@ Vector = npt.NDArray[np.float32]
 class PartialSums:
     """The sums of one bucket over one shard."""
 
-    def __init__(self, num_elements: int) -> None:
-        """Makes the sums of a bucket of `num_elements`; buffers are allocated when first needed."""
+    def __init__(self, num_elements: int, free: list[Vector] | None = None) -> None:
+        """Makes the sums of a bucket of `num_elements`; buffers are allocated where the free list has none.
+
+        Args:
+            num_elements: N.
+            free: buffers that are not in use, each shape [N], float32; None for a list of its own.
+        """
         self._num_elements = num_elements
-        self._free: list[Vector] = []
+        self._free = [] if free is None else free
         self._stack: list[tuple[Node, Vector | None]] = []
         self._leaf: Vector | None = None
         self._cover: list[Node] = []
@@ -37,12 +43,19 @@ class PartialSums:
         self._stop = 0
 
     def begin(self, start: int, stop: int, num_microbatches: int) -> None:
-        """Opens the shard of micro-batches [start, stop) and takes all buffers back."""
-        self._free += [values for _, values in self._stack if values is not None]
-        self._stack.clear()
+        """Opens the shard of micro-batches [start, stop); `release` first."""
+        self.release()
         self._cover = tree.cover(start, stop, num_microbatches)
         self._num_microbatches = num_microbatches
         self._next, self._stop = start, stop
+
+    def release(self) -> None:
+        """Gives all buffers back to the free list; parts that were handed out are not valid any more."""
+        self._free += [values for _, values in self._stack if values is not None]
+        self._stack.clear()
+        if self._leaf is not None:
+            self._free.append(self._leaf)
+            self._leaf = None
 
     def leaf(self) -> Vector:
         """Returns the buffer for the next micro-batch's gradient, shape [N], float32; its values are undefined."""
@@ -62,7 +75,7 @@ class PartialSums:
     def parts(self) -> list[Vector | None]:
         """Returns one vector for each node of the cover, left to right; None for a node without weight.
 
-        The vectors stay valid until the next `begin`.
+        The vectors stay valid until `release` or the next `begin`.
         """
         assert self._next == self._stop, f"micro-batches [{self._next}, {self._stop}) have not been pushed"
         return [values for _, values in self._stack]

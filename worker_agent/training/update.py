@@ -43,7 +43,20 @@ class Update(Protocol):
         """Takes `state()` of an equal replica, and the parameters as they are now."""
 
 
-def make_update(kind: str, config: OptimizerConfig, parameters: Named, specs: Sequence[BucketSpec]) -> Update:
+class InnerUpdate(Update, Protocol):
+    """An update whose parameters can be taken elsewhere and back, for local updates."""
+
+    def values(self) -> list[Vector]:
+        """Returns each parameter's values, flat; they may be the parameters' own memory."""
+
+    def put(self, values: Sequence[Vector]) -> None:
+        """Gives the parameters other values (one copy)."""
+
+    def reset(self) -> None:
+        """Forgets all moments, as if no update had been made."""
+
+
+def make_update(kind: str, config: OptimizerConfig, parameters: Named, specs: Sequence[BucketSpec]) -> InnerUpdate:
     """Returns the update that an assignment names: "host" or "device"."""
     if kind not in ("host", "device"):
         raise ValueError(f'update {kind!r} is neither "host" nor "device"')
@@ -107,6 +120,23 @@ class HostUpdate:
         self._optimizer.num_updates = int(_stored(state, "num_updates"))
         self._write_back()
 
+    def values(self) -> list[Vector]:
+        """Returns the float32 copies themselves."""
+        return self._masters
+
+    def put(self, values: Sequence[Vector]) -> None:
+        """Writes the float32 copies, and the device from them."""
+        for master, value in zip(self._masters, values, strict=True):
+            master[...] = value
+        self._write_back()
+
+    def reset(self) -> None:
+        """Sets all moments to zero."""
+        for arrays in self._optimizer.moments().values():
+            for array in arrays:
+                array[...] = 0.0
+        self._optimizer.num_updates = 0
+
     def _separate(self) -> Iterable[tuple[str, Vector]]:
         for (name, parameter), master in zip(self._parameters, self._masters, strict=True):
             if not _is_own_master(parameter):
@@ -167,6 +197,21 @@ class DeviceUpdate:
                 if key.startswith("torch/") and key.removeprefix("torch/").partition("/")[2] == name
             }
         self._num_updates = int(_stored(state, "num_updates"))
+
+    def values(self) -> list[Vector]:
+        """Returns copies of the parameters as float32."""
+        return [parameter.detach().float().cpu().reshape(-1).numpy().copy() for _, parameter in self._parameters]
+
+    def put(self, values: Sequence[Vector]) -> None:
+        """Writes the parameters."""
+        with torch.no_grad():
+            for (_, parameter), value in zip(self._parameters, values, strict=True):
+                parameter.copy_(torch.from_numpy(value).view(parameter.shape))
+
+    def reset(self) -> None:
+        """Drops torch's state tensors."""
+        self._optimizer.state.clear()
+        self._num_updates = 0
 
 
 def _slices(specs: Sequence[BucketSpec]) -> dict[str, tuple[Bucket, slice]]:

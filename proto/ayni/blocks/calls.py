@@ -70,6 +70,14 @@ class Has:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Remove:
+    """See `BlockWorker.remove_blocks`."""
+
+    layout: LocalLayout
+    keys: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Put:
     """See `BlockWorker.put_blocks`."""
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from ayni.blocks.calls import Get, Has, Put
+from ayni.blocks.calls import Get, Has, Put, Remove
 from ayni.blocks.ids import Ids
 from ayni.blocks.layout_messages import MAX_NAME
 from ayni.blocks.messages import (
@@ -129,6 +129,16 @@ def get_message(asked: Get, epoch: int) -> pb.GetBlocksRequest:
     )
 
 
+def remove_of(message: pb.RemoveBlocksRequest) -> Remove:
+    """Returns what to remove."""
+    return Remove(layout=field(message, "layout", place_of), keys=_keys_of(message))
+
+
+def remove_message(asked: Remove, epoch: int) -> pb.RemoveBlocksRequest:
+    """Returns what to remove, as a message of the caller's epoch."""
+    return pb.RemoveBlocksRequest(epoch=epoch, layout=place_message(asked.layout), keys=keys_message(asked.keys))
+
+
 def presences_of(message: pb.HasBlocksResponse, num_keys: int) -> PresenceReport:
     """Returns whether keys are stored, of one worker; raises BadRequest unless there is one answer for each key."""
     _check_count("presences", len(message.presences), num_keys)
@@ -143,7 +153,9 @@ def presences_message(report: PresenceReport) -> pb.HasBlocksResponse:
     return message
 
 
-def outcomes_of(message: pb.PutBlocksResponse | pb.GetBlocksResponse, num_keys: int) -> KeyReport:
+def outcomes_of(
+    message: pb.PutBlocksResponse | pb.GetBlocksResponse | pb.RemoveBlocksResponse, num_keys: int
+) -> KeyReport:
     """Returns how keys of a call ended, of one worker; raises BadRequest unless there is one answer for each key."""
     _check_count("outcomes", len(message.outcomes), num_keys)
     outcomes = each("outcomes", message.outcomes, _key_outcome_of)
@@ -160,6 +172,13 @@ def put_outcomes_message(report: KeyReport) -> pb.PutBlocksResponse:
 def get_outcomes_message(report: KeyReport) -> pb.GetBlocksResponse:
     """Returns how keys of a get ended as a message."""
     message = pb.GetBlocksResponse(outcomes=map(_key_outcome_message, report.outcomes))
+    _fit(message, message.outcomes)
+    return message
+
+
+def remove_outcomes_message(report: KeyReport) -> pb.RemoveBlocksResponse:
+    """Returns how keys of a removal ended as a message."""
+    message = pb.RemoveBlocksResponse(outcomes=map(_key_outcome_message, report.outcomes))
     _fit(message, message.outcomes)
     return message
 

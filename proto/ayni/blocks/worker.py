@@ -145,6 +145,9 @@ class BlockWorker(Protocol):
     ) -> KeyReport:
         """Loads objects into blocks; destination blocks are as many as keys, each once."""
 
+    async def remove_blocks(self, layout: LocalLayout, keys: Sequence[bytes], timeout_s: float = 60.0) -> KeyReport:
+        """Removes the objects of keys, whole or not; a key that is not stored is done."""
+
 
 class RankWorker(BlockWorker, Protocol):
     """A single worker: what a group drives."""

@@ -16,6 +16,7 @@ tries at one step from 0. Refusals: see errors.proto; any call may also end with
 """
 
 from ayni.v1 import tensor_pb2 as _tensor_pb2
+from ayni.v1 import worker_pb2 as _worker_pb2
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
@@ -101,6 +102,8 @@ class _RunStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RunState.Val
     """The last step is committed."""
     RUN_STATE_HALTED: _RunState.ValueType  # 4
     """Stopped by a policy or by the operator; RunSnapshot.waiting says why."""
+    RUN_STATE_PAUSED: _RunState.ValueType  # 5
+    """Has made steps and has too few workers to go on; RunSnapshot.waiting says what is missing and how to join."""
 
 class RunState(_RunState, metaclass=_RunStateEnumTypeWrapper):
     """State of a run."""
@@ -115,6 +118,8 @@ RUN_STATE_FINISHED: RunState.ValueType  # 3
 """The last step is committed."""
 RUN_STATE_HALTED: RunState.ValueType  # 4
 """Stopped by a policy or by the operator; RunSnapshot.waiting says why."""
+RUN_STATE_PAUSED: RunState.ValueType  # 5
+"""Has made steps and has too few workers to go on; RunSnapshot.waiting says what is missing and how to join."""
 Global___RunState: _TypeAlias = RunState  # noqa: Y015
 
 @_typing.final
@@ -138,6 +143,9 @@ class JoinRequest(_message.Message):
     DATASET_SUMMARY_FIELD_NUMBER: _builtins.int
     NUM_TRAINING_SAMPLES_FIELD_NUMBER: _builtins.int
     NUM_EVALUATION_SAMPLES_FIELD_NUMBER: _builtins.int
+    ELASTIC_FIELD_NUMBER: _builtins.int
+    MAX_MICROBATCHES_FIELD_NUMBER: _builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of this protocol that the worker speaks; see PROTOCOL_VERSION in the worker's language. Required."""
     run_id: _builtins.str
@@ -168,6 +176,17 @@ class JoinRequest(_message.Message):
     """Samples in the training data. 0 means not said. The first worker's value becomes the run's."""
     num_evaluation_samples: _builtins.int
     """Samples in the held-out data. 0 means that there are none. The first worker's value becomes the run's."""
+    elastic: _builtins.bool
+    """True when the worker takes additional leases in the middle of a step, contributes to a reduction again when it is
+    told ROUND_RESTARTED, and can be handed the run's state (StateOffer). A worker that can't may join only before the
+    first step, and a death among such workers voids the attempt of the step.
+    """
+    max_microbatches: _builtins.int
+    """Most micro-batches of one step that the worker takes; 0 means no limit."""
+    memory_bytes: _builtins.int
+    """Bytes of memory that the worker computes in (of all accelerators, or of the host with backend "cpu"); 0 means not
+    said. Shown in status.
+    """
     @_builtins.property
     def wire_types(self) -> _containers.RepeatedScalarFieldContainer[_tensor_pb2.DType.ValueType]:
         """Element types that the worker can send and receive gradients in, best first. Empty means DTYPE_FLOAT32."""
@@ -194,10 +213,13 @@ class JoinRequest(_message.Message):
         dataset_summary: _builtins.str = ...,
         num_training_samples: _builtins.int = ...,
         num_evaluation_samples: _builtins.int = ...,
+        elastic: _builtins.bool = ...,
+        max_microbatches: _builtins.int = ...,
+        memory_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "dataset_fingerprint", b"dataset_fingerprint", "dataset_summary", b"dataset_summary", "device_names", b"device_names", "gpu_count", b"gpu_count", "join_nonce", b"join_nonce", "num_evaluation_samples", b"num_evaluation_samples", "num_training_samples", b"num_training_samples", "protocol_version", b"protocol_version", "run_id", b"run_id", "task_fingerprint", b"task_fingerprint", "task_summary", b"task_summary", "wire_types", b"wire_types", "worker_address", b"worker_address", "worker_name", b"worker_name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "dataset_fingerprint", b"dataset_fingerprint", "dataset_summary", b"dataset_summary", "device_names", b"device_names", "elastic", b"elastic", "gpu_count", b"gpu_count", "join_nonce", b"join_nonce", "max_microbatches", b"max_microbatches", "memory_bytes", b"memory_bytes", "num_evaluation_samples", b"num_evaluation_samples", "num_training_samples", b"num_training_samples", "protocol_version", b"protocol_version", "run_id", b"run_id", "task_fingerprint", b"task_fingerprint", "task_summary", b"task_summary", "wire_types", b"wire_types", "worker_address", b"worker_address", "worker_name", b"worker_name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -304,6 +326,8 @@ class ShardAssignmentResponse(_message.Message):
     ASSIGNMENT_FIELD_NUMBER: _builtins.int
     WAITING_FIELD_NUMBER: _builtins.int
     SHUTDOWN_FIELD_NUMBER: _builtins.int
+    REVOKED_FIELD_NUMBER: _builtins.int
+    OFFER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def assignment(self) -> Global___Assignment:
         """Lease on micro-batches of one attempt of one step."""
@@ -316,18 +340,28 @@ class ShardAssignmentResponse(_message.Message):
     def shutdown(self) -> Global___Shutdown:
         """The run is over; the stream ends after this frame."""
 
+    @_builtins.property
+    def revoked(self) -> Global___Revoked:
+        """A lease is taken back."""
+
+    @_builtins.property
+    def offer(self) -> Global___StateOffer:
+        """Where the state that the worker lacks can be had. Sent to elastic workers whose parameters lag behind the run."""
+
     def __init__(
         self,
         *,
         assignment: Global___Assignment | None = ...,
         waiting: Global___Waiting | None = ...,
         shutdown: Global___Shutdown | None = ...,
+        revoked: Global___Revoked | None = ...,
+        offer: Global___StateOffer | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "frame", b"frame", "shutdown", b"shutdown", "waiting", b"waiting"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "frame", b"frame", "offer", b"offer", "revoked", b"revoked", "shutdown", b"shutdown", "waiting", b"waiting"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "frame", b"frame", "shutdown", b"shutdown", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "frame", b"frame", "offer", b"offer", "revoked", b"revoked", "shutdown", b"shutdown", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["assignment", "waiting", "shutdown"]  # noqa: Y015
+    _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["assignment", "waiting", "shutdown", "revoked", "offer"]  # noqa: Y015
     _WhichOneofArgType_frame: _TypeAlias = _typing.Literal["frame", b"frame"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_frame) -> _WhichOneofReturnType_frame | None: ...
 
@@ -354,6 +388,9 @@ class Assignment(_message.Message):
     UPDATE_FIELD_NUMBER: _builtins.int
     SHARD_START_FIELD_NUMBER: _builtins.int
     SHARD_STOP_FIELD_NUMBER: _builtins.int
+    EXTRA_FIELD_NUMBER: _builtins.int
+    PUBLISH_STATE_FIELD_NUMBER: _builtins.int
+    DISCARD_STATE_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Membership under which the lease holds."""
     step: _builtins.int
@@ -388,6 +425,18 @@ class Assignment(_message.Message):
     """First sample position of this worker's shard; follows from the fields above."""
     shard_stop: _builtins.int
     """One past the last sample position of this worker's shard."""
+    extra: _builtins.bool
+    """True for a lease in addition to the one that the worker holds in this attempt already: others died or are late. No
+    mean is sent for it; the first lease's streams carry it.
+    """
+    publish_state: _builtins.bool
+    """True when the worker is to publish its train state in its host tier after this step's update: another worker lacks
+    it. See HeartbeatRequest.published_steps.
+    """
+    discard_state: _builtins.bool
+    """True when the worker's parameters were found to differ from the others': it throws them away, and follows until it
+    has taken a state that it is offered.
+    """
     def __init__(
         self,
         *,
@@ -406,14 +455,147 @@ class Assignment(_message.Message):
         update: _builtins.str = ...,
         shard_start: _builtins.int = ...,
         shard_stop: _builtins.int = ...,
+        extra: _builtins.bool = ...,
+        publish_state: _builtins.bool = ...,
+        discard_state: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "epoch", b"epoch", "kind", b"kind", "lease_id", b"lease_id", "microbatch_start", b"microbatch_start", "microbatch_stop", b"microbatch_stop", "num_microbatches", b"num_microbatches", "num_samples", b"num_samples", "position", b"position", "rank", b"rank", "shard_start", b"shard_start", "shard_stop", b"shard_stop", "step", b"step", "update", b"update", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "discard_state", b"discard_state", "epoch", b"epoch", "extra", b"extra", "kind", b"kind", "lease_id", b"lease_id", "microbatch_start", b"microbatch_start", "microbatch_stop", b"microbatch_stop", "num_microbatches", b"num_microbatches", "num_samples", b"num_samples", "position", b"position", "publish_state", b"publish_state", "rank", b"rank", "shard_start", b"shard_start", "shard_stop", b"shard_stop", "step", b"step", "update", b"update", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Assignment: _TypeAlias = Assignment  # noqa: Y015
+
+@_typing.final
+class Revoked(_message.Message):
+    """Takes a lease back: another worker has contributed its micro-batches, or they are not needed any more. What the
+    worker still sends for it is refused with LEASE_REVOKED.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASE_ID_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    lease_id: _builtins.int
+    """The lease."""
+    reason: _builtins.str
+    """Sentence for people."""
+    def __init__(
+        self,
+        *,
+        lease_id: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_id", b"lease_id", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Revoked: _TypeAlias = Revoked  # noqa: Y015
+
+@_typing.final
+class StateOffer(_message.Message):
+    """Says where the train state can be had. The receiver answers with HeartbeatRequest.completed_steps when it has taken
+    the state, or with failed_offer_id when it could not.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OFFER_ID_FIELD_NUMBER: _builtins.int
+    COMPLETED_STEPS_FIELD_NUMBER: _builtins.int
+    PEER_FIELD_NUMBER: _builtins.int
+    STORED_FIELD_NUMBER: _builtins.int
+    offer_id: _builtins.int
+    """Names this offer."""
+    completed_steps: _builtins.int
+    """Steps behind the state."""
+    @_builtins.property
+    def peer(self) -> Global___PeerState:
+        """Another worker's host tier."""
+
+    @_builtins.property
+    def stored(self) -> Global___StoredState:
+        """The object store of the run file's `state.store`."""
+
+    def __init__(
+        self,
+        *,
+        offer_id: _builtins.int = ...,
+        completed_steps: _builtins.int = ...,
+        peer: Global___PeerState | None = ...,
+        stored: Global___StoredState | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["peer", b"peer", "source", b"source", "stored", b"stored"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["completed_steps", b"completed_steps", "offer_id", b"offer_id", "peer", b"peer", "source", b"source", "stored", b"stored"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["peer", "stored"]  # noqa: Y015
+    _WhichOneofArgType_source: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_source) -> _WhichOneofReturnType_source | None: ...
+
+Global___StateOffer: _TypeAlias = StateOffer  # noqa: Y015
+
+@_typing.final
+class PeerState(_message.Message):
+    """A train state in a worker's host tier."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_NAME_FIELD_NUMBER: _builtins.int
+    METADATA_FIELD_NUMBER: _builtins.int
+    RELAYED_FIELD_NUMBER: _builtins.int
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    worker_name: _builtins.str
+    """Name of the worker, for people."""
+    relayed: _builtins.bool
+    """True when nobody can dial the worker: its blocks are read from the coordinator's own address then, with the call
+    metadata "ayni-relay: <worker id>".
+    """
+    worker_id: _builtins.int
+    """Number of the worker."""
+    @_builtins.property
+    def metadata(self) -> _worker_pb2.WorkerMetadata:
+        """What the worker exported; its layout in the host tier holds the state."""
+
+    def __init__(
+        self,
+        *,
+        worker_name: _builtins.str = ...,
+        metadata: _worker_pb2.WorkerMetadata | None = ...,
+        relayed: _builtins.bool = ...,
+        worker_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["metadata", b"metadata"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["metadata", b"metadata", "relayed", b"relayed", "worker_id", b"worker_id", "worker_name", b"worker_name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PeerState: _TypeAlias = PeerState  # noqa: Y015
+
+@_typing.final
+class StoredState(_message.Message):
+    """A train state that was stored as objects."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Run that stored it."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoredState: _TypeAlias = StoredState  # noqa: Y015
 
 @_typing.final
 class Waiting(_message.Message):
@@ -486,6 +668,7 @@ class RoundBegin(_message.Message):
     LEASE_ID_FIELD_NUMBER: _builtins.int
     TENSOR_FIELD_NUMBER: _builtins.int
     MICROBATCHES_FIELD_NUMBER: _builtins.int
+    NUM_BUCKETS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.int
     """The caller."""
     epoch: _builtins.int
@@ -496,6 +679,10 @@ class RoundBegin(_message.Message):
     """Attempt of the lease."""
     lease_id: _builtins.int
     """The lease."""
+    num_buckets: _builtins.int
+    """Buckets that the worker contributes to in this step, equal in all contributions; 0 means not said. Where it is said,
+    the work of a worker that dies after its last byte counts.
+    """
     @_builtins.property
     def tensor(self) -> _tensor_pb2.TensorSpec:
         """What each part looks like on the wire. Equal in all contributions to the same bucket."""
@@ -517,10 +704,11 @@ class RoundBegin(_message.Message):
         lease_id: _builtins.int = ...,
         tensor: _tensor_pb2.TensorSpec | None = ...,
         microbatches: _abc.Iterable[Global___MicrobatchStats] | None = ...,
+        num_buckets: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["tensor", b"tensor"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "epoch", b"epoch", "lease_id", b"lease_id", "microbatches", b"microbatches", "step", b"step", "tensor", b"tensor", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "epoch", b"epoch", "lease_id", b"lease_id", "microbatches", b"microbatches", "num_buckets", b"num_buckets", "step", b"step", "tensor", b"tensor", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -537,6 +725,7 @@ class MicrobatchStats(_message.Message):
     LOSS_SUM_FIELD_NUMBER: _builtins.int
     NUM_CORRECT_FIELD_NUMBER: _builtins.int
     NUM_PREDICTIONS_FIELD_NUMBER: _builtins.int
+    NON_FINITE_FIELD_NUMBER: _builtins.int
     microbatch: _builtins.int
     """Index of the micro-batch in the step."""
     weight: _builtins.int
@@ -547,6 +736,10 @@ class MicrobatchStats(_message.Message):
     """Correct predictions."""
     num_predictions: _builtins.int
     """Predictions that num_correct is out of."""
+    non_finite: _builtins.bool
+    """True when the micro-batch has weight 0 because its loss or gradient was not finite; only with a policy other than
+    "halt".
+    """
     def __init__(
         self,
         *,
@@ -555,10 +748,11 @@ class MicrobatchStats(_message.Message):
         loss_sum: _builtins.float | None = ...,
         num_correct: _builtins.int = ...,
         num_predictions: _builtins.int = ...,
+        non_finite: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_loss_sum", b"_loss_sum", "loss_sum", b"loss_sum"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss_sum", b"_loss_sum", "loss_sum", b"loss_sum", "microbatch", b"microbatch", "num_correct", b"num_correct", "num_predictions", b"num_predictions", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss_sum", b"_loss_sum", "loss_sum", b"loss_sum", "microbatch", b"microbatch", "non_finite", b"non_finite", "num_correct", b"num_correct", "num_predictions", b"num_predictions", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__loss_sum: _TypeAlias = _typing.Literal["loss_sum"]  # noqa: Y015
     _WhichOneofArgType__loss_sum: _TypeAlias = _typing.Literal["_loss_sum", b"_loss_sum"]  # noqa: Y015
@@ -574,19 +768,23 @@ class RoundAccepted(_message.Message):
 
     CHUNK_BYTES_FIELD_NUMBER: _builtins.int
     WINDOW_CHUNKS_FIELD_NUMBER: _builtins.int
+    ALREADY_HELD_FIELD_NUMBER: _builtins.int
     chunk_bytes: _builtins.int
     """Every chunk but a part's last one carries exactly this many bytes."""
     window_chunks: _builtins.int
     """Chunks that the server keeps of this contribution before it stops reading."""
+    already_held: _builtins.bool
+    """True when these micro-batches are in the sum already: no chunk may be sent."""
     def __init__(
         self,
         *,
         chunk_bytes: _builtins.int = ...,
         window_chunks: _builtins.int = ...,
+        already_held: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_bytes", b"chunk_bytes", "window_chunks", b"window_chunks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["already_held", b"already_held", "chunk_bytes", b"chunk_bytes", "window_chunks", b"window_chunks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -944,6 +1142,8 @@ class CommitStepRequest(_message.Message):
     MICROBATCHES_FIELD_NUMBER: _builtins.int
     PARAMETERS_SHA256_FIELD_NUMBER: _builtins.int
     TIMES_FIELD_NUMBER: _builtins.int
+    FOLLOWING_FIELD_NUMBER: _builtins.int
+    SQUARE_SUM_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.int
     """The caller."""
     epoch: _builtins.int
@@ -960,6 +1160,14 @@ class CommitStepRequest(_message.Message):
     """Buckets that the caller contributed to; equal for all workers of the step. 0 when evaluating."""
     parameters_sha256: _builtins.str
     """SHA-256 in hex of the trainable parameters that the gradients were computed with. Empty: not part of the audit."""
+    following: _builtins.bool
+    """True while the worker's parameters lag behind the run: it keeps the means until it has a state to apply them to. It
+    gets leases without micro-batches until it says false.
+    """
+    square_sum: _builtins.float
+    """Sum of the squares of what the worker contributed, over all parts and buckets; 0 means not said. For the alarm
+    about outliers.
+    """
     @_builtins.property
     def microbatches(self) -> _containers.RepeatedCompositeFieldContainer[Global___MicrobatchStats]:
         """The leased micro-batches with weights and losses."""
@@ -981,10 +1189,12 @@ class CommitStepRequest(_message.Message):
         microbatches: _abc.Iterable[Global___MicrobatchStats] | None = ...,
         parameters_sha256: _builtins.str = ...,
         times: Global___StepTimes | None = ...,
+        following: _builtins.bool = ...,
+        square_sum: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["times", b"times"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "epoch", b"epoch", "kind", b"kind", "lease_id", b"lease_id", "microbatches", b"microbatches", "num_buckets", b"num_buckets", "parameters_sha256", b"parameters_sha256", "step", b"step", "times", b"times", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "epoch", b"epoch", "following", b"following", "kind", b"kind", "lease_id", b"lease_id", "microbatches", b"microbatches", "num_buckets", b"num_buckets", "parameters_sha256", b"parameters_sha256", "square_sum", b"square_sum", "step", b"step", "times", b"times", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1107,6 +1317,9 @@ class HeartbeatRequest(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     ACTIVITY_FIELD_NUMBER: _builtins.int
     PUBLISHED_STEPS_FIELD_NUMBER: _builtins.int
+    COMPLETED_STEPS_FIELD_NUMBER: _builtins.int
+    FAILED_OFFER_ID_FIELD_NUMBER: _builtins.int
+    FAILED_OFFER_REASON_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.int
     """The caller."""
     epoch: _builtins.int
@@ -1117,6 +1330,12 @@ class HeartbeatRequest(_message.Message):
     """What the caller is doing, one word for status: "loading", "computing", "exchanging", "updating", "waiting"."""
     published_steps: _builtins.int
     """Steps behind the train state that the caller's host tier holds for others to read; 0 for none."""
+    completed_steps: _builtins.int
+    """Updates that the caller's parameters have had. Said by elastic workers."""
+    failed_offer_id: _builtins.int
+    """Offer that could not be taken; 0 for none. Another one is made."""
+    failed_offer_reason: _builtins.str
+    """Why, for people."""
     def __init__(
         self,
         *,
@@ -1125,10 +1344,13 @@ class HeartbeatRequest(_message.Message):
         step: _builtins.int = ...,
         activity: _builtins.str = ...,
         published_steps: _builtins.int = ...,
+        completed_steps: _builtins.int = ...,
+        failed_offer_id: _builtins.int = ...,
+        failed_offer_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "epoch", b"epoch", "published_steps", b"published_steps", "step", b"step", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "completed_steps", b"completed_steps", "epoch", b"epoch", "failed_offer_id", b"failed_offer_id", "failed_offer_reason", b"failed_offer_reason", "published_steps", b"published_steps", "step", b"step", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1427,6 +1649,10 @@ class RunSnapshot(_message.Message):
     REDUCER_BYTES_FIELD_NUMBER: _builtins.int
     REDUCER_PEAK_BYTES_FIELD_NUMBER: _builtins.int
     STORED_STEPS_FIELD_NUMBER: _builtins.int
+    EXTRA_LEASES_FIELD_NUMBER: _builtins.int
+    SKIPPED_MICROBATCHES_FIELD_NUMBER: _builtins.int
+    NORM_ALARMS_FIELD_NUMBER: _builtins.int
+    DIVERGENCES_FIELD_NUMBER: _builtins.int
     state: Global___RunState.ValueType
     """State of the run."""
     epoch: _builtins.int
@@ -1457,6 +1683,14 @@ class RunSnapshot(_message.Message):
     """Most bytes that the reducer has held."""
     stored_steps: _builtins.int
     """Steps behind the newest train state that is stored as objects; 0 for none."""
+    extra_leases: _builtins.int
+    """Leases that were given to others in the middle of a step, since the coordinator was started."""
+    skipped_microbatches: _builtins.int
+    """Micro-batches that were left out because their values were not finite."""
+    norm_alarms: _builtins.int
+    """Contributions whose norm was far from what is usual."""
+    divergences: _builtins.int
+    """Workers whose parameters differed from the others', each time that it was found."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerSnapshot]:
         """Members, by worker_id."""
@@ -1490,10 +1724,14 @@ class RunSnapshot(_message.Message):
         reducer_bytes: _builtins.int = ...,
         reducer_peak_bytes: _builtins.int = ...,
         stored_steps: _builtins.int = ...,
+        extra_leases: _builtins.int = ...,
+        skipped_microbatches: _builtins.int = ...,
+        norm_alarms: _builtins.int = ...,
+        divergences: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_evaluation_accuracy", b"_evaluation_accuracy", "_evaluation_loss", b"_evaluation_loss", "_loss", b"_loss", "elapsed", b"elapsed", "evaluation_accuracy", b"evaluation_accuracy", "evaluation_loss", b"evaluation_loss", "loss", b"loss", "waiting", b"waiting"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_evaluation_accuracy", b"_evaluation_accuracy", "_evaluation_loss", b"_evaluation_loss", "_loss", b"_loss", "attempt", b"attempt", "committed_steps", b"committed_steps", "elapsed", b"elapsed", "epoch", b"epoch", "evaluation_accuracy", b"evaluation_accuracy", "evaluation_loss", b"evaluation_loss", "kind", b"kind", "loss", b"loss", "num_steps", b"num_steps", "received_bytes", b"received_bytes", "reducer_bytes", b"reducer_bytes", "reducer_peak_bytes", b"reducer_peak_bytes", "samples_per_second", b"samples_per_second", "sent_bytes", b"sent_bytes", "state", b"state", "stored_steps", b"stored_steps", "waiting", b"waiting", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_evaluation_accuracy", b"_evaluation_accuracy", "_evaluation_loss", b"_evaluation_loss", "_loss", b"_loss", "attempt", b"attempt", "committed_steps", b"committed_steps", "divergences", b"divergences", "elapsed", b"elapsed", "epoch", b"epoch", "evaluation_accuracy", b"evaluation_accuracy", "evaluation_loss", b"evaluation_loss", "extra_leases", b"extra_leases", "kind", b"kind", "loss", b"loss", "norm_alarms", b"norm_alarms", "num_steps", b"num_steps", "received_bytes", b"received_bytes", "reducer_bytes", b"reducer_bytes", "reducer_peak_bytes", b"reducer_peak_bytes", "samples_per_second", b"samples_per_second", "sent_bytes", b"sent_bytes", "skipped_microbatches", b"skipped_microbatches", "state", b"state", "stored_steps", b"stored_steps", "waiting", b"waiting", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__evaluation_accuracy: _TypeAlias = _typing.Literal["evaluation_accuracy"]  # noqa: Y015
     _WhichOneofArgType__evaluation_accuracy: _TypeAlias = _typing.Literal["_evaluation_accuracy", b"_evaluation_accuracy"]  # noqa: Y015
@@ -1529,6 +1767,10 @@ class WorkerSnapshot(_message.Message):
     COMMITTED_FIELD_NUMBER: _builtins.int
     RECEIVED_BYTES_FIELD_NUMBER: _builtins.int
     SENT_BYTES_FIELD_NUMBER: _builtins.int
+    SHARE_REASON_FIELD_NUMBER: _builtins.int
+    FOLLOWING_FIELD_NUMBER: _builtins.int
+    STRIKES_FIELD_NUMBER: _builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.int
     """Number of the worker. Zero is a valid id."""
     worker_name: _builtins.str
@@ -1549,6 +1791,14 @@ class WorkerSnapshot(_message.Message):
     """Gradient bytes received from it."""
     sent_bytes: _builtins.int
     """Gradient bytes sent to it."""
+    share_reason: _builtins.str
+    """Why it has this share, for people."""
+    following: _builtins.bool
+    """True while its parameters lag behind the run."""
+    strikes: _builtins.int
+    """Micro-batches that it reported as not finite, or contributions of it that were refused for it."""
+    memory_bytes: _builtins.int
+    """Memory that it computes in; 0 when it did not say."""
     @_builtins.property
     def device_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of its devices."""
@@ -1577,10 +1827,14 @@ class WorkerSnapshot(_message.Message):
         committed: _builtins.bool = ...,
         received_bytes: _builtins.int = ...,
         sent_bytes: _builtins.int = ...,
+        share_reason: _builtins.str = ...,
+        following: _builtins.bool = ...,
+        strikes: _builtins.int = ...,
+        memory_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["last_seen", b"last_seen", "times", b"times"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "backend", b"backend", "committed", b"committed", "device_names", b"device_names", "last_seen", b"last_seen", "peer", b"peer", "received_bytes", b"received_bytes", "samples_per_second", b"samples_per_second", "sent_bytes", b"sent_bytes", "share", b"share", "times", b"times", "worker_id", b"worker_id", "worker_name", b"worker_name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "backend", b"backend", "committed", b"committed", "device_names", b"device_names", "following", b"following", "last_seen", b"last_seen", "memory_bytes", b"memory_bytes", "peer", b"peer", "received_bytes", b"received_bytes", "samples_per_second", b"samples_per_second", "sent_bytes", b"sent_bytes", "share", b"share", "share_reason", b"share_reason", "strikes", b"strikes", "times", b"times", "worker_id", b"worker_id", "worker_name", b"worker_name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

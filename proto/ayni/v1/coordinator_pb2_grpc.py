@@ -103,7 +103,8 @@ class CoordinatorServiceServicer(object):
 
     def Join(self, request, context):
         """Makes the caller a member of the run. Idempotent for one join_nonce: the same answer is given again.
-        Refuses with INCOMPATIBLE, IDENTITY_TAKEN, WORLD_FULL, RUN_STARTED, RUN_ENDED, TOKEN_REFUSED.
+        Refuses with INCOMPATIBLE, IDENTITY_TAKEN, IDENTITY_REFUSED, QUARANTINED, WORLD_FULL, RUN_STARTED, RUN_ENDED,
+        TOKEN_REFUSED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -124,7 +125,7 @@ class CoordinatorServiceServicer(object):
         Server: `accepted`, then `chunk` frames of the weighted mean in offset order, then `complete`, then end.
         Completeness is counted in bytes; half-closing is courtesy. Nothing of a refused contribution is mixed in.
         Refuses with STALE_EPOCH, STALE_STEP, STEP_VOIDED, NOT_LEASED, SPEC_MISMATCH, BAD_CHUNK, NON_FINITE,
-        WEIGHT_MISMATCH, DUPLICATE, UNKNOWN_WORKER, TOO_LARGE, HALTED, DEADLINE.
+        WEIGHT_MISMATCH, DUPLICATE, UNKNOWN_WORKER, TOO_LARGE, HALTED, DEADLINE, ROUND_RESTARTED, LEASE_REVOKED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -148,7 +149,7 @@ class CoordinatorServiceServicer(object):
         """Says that the worker has contributed all that its lease of the step asks for, and waits until the step is
         committed. The commit is durable before it is answered. Idempotent: a committed step is answered again with the
         same values. Refuses with STEP_VOIDED when the attempt is given up, STALE_STEP, STALE_EPOCH, WEIGHT_MISMATCH,
-        NON_FINITE, DIVERGED, HALTED, UNKNOWN_WORKER.
+        NON_FINITE, DIVERGED, HALTED, LEASE_REVOKED, UNKNOWN_WORKER.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -47,7 +47,8 @@ class CoordinatorServiceStub:
     def __new__(cls, channel: _aio.Channel) -> CoordinatorServiceAsyncStub: ...
     Join: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.JoinRequest, _coordinator_pb2.JoinResponse]
     """Makes the caller a member of the run. Idempotent for one join_nonce: the same answer is given again.
-    Refuses with INCOMPATIBLE, IDENTITY_TAKEN, WORLD_FULL, RUN_STARTED, RUN_ENDED, TOKEN_REFUSED.
+    Refuses with INCOMPATIBLE, IDENTITY_TAKEN, IDENTITY_REFUSED, QUARANTINED, WORLD_FULL, RUN_STARTED, RUN_ENDED,
+    TOKEN_REFUSED.
     """
     ShardAssignment: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.ShardAssignmentRequest, _coordinator_pb2.ShardAssignmentResponse]
     """Streams the worker's leases, one assignment per attempt of a step, and `waiting` frames that say why there is
@@ -60,7 +61,7 @@ class CoordinatorServiceStub:
     Server: `accepted`, then `chunk` frames of the weighted mean in offset order, then `complete`, then end.
     Completeness is counted in bytes; half-closing is courtesy. Nothing of a refused contribution is mixed in.
     Refuses with STALE_EPOCH, STALE_STEP, STEP_VOIDED, NOT_LEASED, SPEC_MISMATCH, BAD_CHUNK, NON_FINITE,
-    WEIGHT_MISMATCH, DUPLICATE, UNKNOWN_WORKER, TOO_LARGE, HALTED, DEADLINE.
+    WEIGHT_MISMATCH, DUPLICATE, UNKNOWN_WORKER, TOO_LARGE, HALTED, DEADLINE, ROUND_RESTARTED, LEASE_REVOKED.
     """
     BlockGradient: _grpc.StreamStreamMultiCallable[_coordinator_pb2.BlockGradientRequest, _coordinator_pb2.BlockGradientResponse]
     """Reduces the gradient of one transformer block. Frames and refusals as in Gradient."""
@@ -70,7 +71,7 @@ class CoordinatorServiceStub:
     """Says that the worker has contributed all that its lease of the step asks for, and waits until the step is
     committed. The commit is durable before it is answered. Idempotent: a committed step is answered again with the
     same values. Refuses with STEP_VOIDED when the attempt is given up, STALE_STEP, STALE_EPOCH, WEIGHT_MISMATCH,
-    NON_FINITE, DIVERGED, HALTED, UNKNOWN_WORKER.
+    NON_FINITE, DIVERGED, HALTED, LEASE_REVOKED, UNKNOWN_WORKER.
     """
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.HeartbeatRequest, _coordinator_pb2.HeartbeatResponse]
     """Renews the worker's lease. Idempotent. Refuses with UNKNOWN_WORKER when the lease has already ended."""
@@ -101,7 +102,8 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Join: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.JoinRequest, _coordinator_pb2.JoinResponse]  # type: ignore[assignment]
     """Makes the caller a member of the run. Idempotent for one join_nonce: the same answer is given again.
-    Refuses with INCOMPATIBLE, IDENTITY_TAKEN, WORLD_FULL, RUN_STARTED, RUN_ENDED, TOKEN_REFUSED.
+    Refuses with INCOMPATIBLE, IDENTITY_TAKEN, IDENTITY_REFUSED, QUARANTINED, WORLD_FULL, RUN_STARTED, RUN_ENDED,
+    TOKEN_REFUSED.
     """
     ShardAssignment: _aio.UnaryStreamMultiCallable[_coordinator_pb2.ShardAssignmentRequest, _coordinator_pb2.ShardAssignmentResponse]  # type: ignore[assignment]
     """Streams the worker's leases, one assignment per attempt of a step, and `waiting` frames that say why there is
@@ -114,7 +116,7 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     Server: `accepted`, then `chunk` frames of the weighted mean in offset order, then `complete`, then end.
     Completeness is counted in bytes; half-closing is courtesy. Nothing of a refused contribution is mixed in.
     Refuses with STALE_EPOCH, STALE_STEP, STEP_VOIDED, NOT_LEASED, SPEC_MISMATCH, BAD_CHUNK, NON_FINITE,
-    WEIGHT_MISMATCH, DUPLICATE, UNKNOWN_WORKER, TOO_LARGE, HALTED, DEADLINE.
+    WEIGHT_MISMATCH, DUPLICATE, UNKNOWN_WORKER, TOO_LARGE, HALTED, DEADLINE, ROUND_RESTARTED, LEASE_REVOKED.
     """
     BlockGradient: _aio.StreamStreamMultiCallable[_coordinator_pb2.BlockGradientRequest, _coordinator_pb2.BlockGradientResponse]  # type: ignore[assignment]
     """Reduces the gradient of one transformer block. Frames and refusals as in Gradient."""
@@ -124,7 +126,7 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     """Says that the worker has contributed all that its lease of the step asks for, and waits until the step is
     committed. The commit is durable before it is answered. Idempotent: a committed step is answered again with the
     same values. Refuses with STEP_VOIDED when the attempt is given up, STALE_STEP, STALE_EPOCH, WEIGHT_MISMATCH,
-    NON_FINITE, DIVERGED, HALTED, UNKNOWN_WORKER.
+    NON_FINITE, DIVERGED, HALTED, LEASE_REVOKED, UNKNOWN_WORKER.
     """
     Heartbeat: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.HeartbeatRequest, _coordinator_pb2.HeartbeatResponse]  # type: ignore[assignment]
     """Renews the worker's lease. Idempotent. Refuses with UNKNOWN_WORKER when the lease has already ended."""
@@ -158,7 +160,8 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.JoinResponse, _abc.Awaitable[_coordinator_pb2.JoinResponse]]:
         """Makes the caller a member of the run. Idempotent for one join_nonce: the same answer is given again.
-        Refuses with INCOMPATIBLE, IDENTITY_TAKEN, WORLD_FULL, RUN_STARTED, RUN_ENDED, TOKEN_REFUSED.
+        Refuses with INCOMPATIBLE, IDENTITY_TAKEN, IDENTITY_REFUSED, QUARANTINED, WORLD_FULL, RUN_STARTED, RUN_ENDED,
+        TOKEN_REFUSED.
         """
 
     @_abc_1.abstractmethod
@@ -183,7 +186,7 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         Server: `accepted`, then `chunk` frames of the weighted mean in offset order, then `complete`, then end.
         Completeness is counted in bytes; half-closing is courtesy. Nothing of a refused contribution is mixed in.
         Refuses with STALE_EPOCH, STALE_STEP, STEP_VOIDED, NOT_LEASED, SPEC_MISMATCH, BAD_CHUNK, NON_FINITE,
-        WEIGHT_MISMATCH, DUPLICATE, UNKNOWN_WORKER, TOO_LARGE, HALTED, DEADLINE.
+        WEIGHT_MISMATCH, DUPLICATE, UNKNOWN_WORKER, TOO_LARGE, HALTED, DEADLINE, ROUND_RESTARTED, LEASE_REVOKED.
         """
 
     @_abc_1.abstractmethod
@@ -211,7 +214,7 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         """Says that the worker has contributed all that its lease of the step asks for, and waits until the step is
         committed. The commit is durable before it is answered. Idempotent: a committed step is answered again with the
         same values. Refuses with STEP_VOIDED when the attempt is given up, STALE_STEP, STALE_EPOCH, WEIGHT_MISMATCH,
-        NON_FINITE, DIVERGED, HALTED, UNKNOWN_WORKER.
+        NON_FINITE, DIVERGED, HALTED, LEASE_REVOKED, UNKNOWN_WORKER.
         """
 
     @_abc_1.abstractmethod

@@ -115,6 +115,18 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """ABORTED. Something that nobody foresaw; a bug of whoever says it. Metadata: detail."""
     ERROR_REASON_UNKNOWN_OBJECT: _ErrorReason.ValueType  # 35
     """NOT_FOUND. The object tier holds no whole object of this layout under the key. Metadata: key, detail."""
+    ERROR_REASON_ROUND_RESTARTED: _ErrorReason.ValueType  # 36
+    """ABORTED. Bytes of another contribution to this bucket were lost with its worker, so the sum starts again: contribute
+    once more under the same lease. Metadata: bucket, detail.
+    """
+    ERROR_REASON_LEASE_REVOKED: _ErrorReason.ValueType  # 37
+    """FAILED_PRECONDITION. The lease was taken back: others contribute its micro-batches. Metadata: lease, detail."""
+    ERROR_REASON_QUARANTINED: _ErrorReason.ValueType  # 38
+    """FAILED_PRECONDITION. The worker was shut out of the run because its values were not finite too often.
+    Metadata: worker_name, strikes.
+    """
+    ERROR_REASON_IDENTITY_REFUSED: _ErrorReason.ValueType  # 39
+    """FAILED_PRECONDITION. The client certificate does not allow this worker_name. Metadata: worker_name, certificate."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Names why a call was refused. The comment on each value says when it is given, with which status code, and what
@@ -209,4 +221,16 @@ ERROR_REASON_FAULT: ErrorReason.ValueType  # 34
 """ABORTED. Something that nobody foresaw; a bug of whoever says it. Metadata: detail."""
 ERROR_REASON_UNKNOWN_OBJECT: ErrorReason.ValueType  # 35
 """NOT_FOUND. The object tier holds no whole object of this layout under the key. Metadata: key, detail."""
+ERROR_REASON_ROUND_RESTARTED: ErrorReason.ValueType  # 36
+"""ABORTED. Bytes of another contribution to this bucket were lost with its worker, so the sum starts again: contribute
+once more under the same lease. Metadata: bucket, detail.
+"""
+ERROR_REASON_LEASE_REVOKED: ErrorReason.ValueType  # 37
+"""FAILED_PRECONDITION. The lease was taken back: others contribute its micro-batches. Metadata: lease, detail."""
+ERROR_REASON_QUARANTINED: ErrorReason.ValueType  # 38
+"""FAILED_PRECONDITION. The worker was shut out of the run because its values were not finite too often.
+Metadata: worker_name, strikes.
+"""
+ERROR_REASON_IDENTITY_REFUSED: ErrorReason.ValueType  # 39
+"""FAILED_PRECONDITION. The client certificate does not allow this worker_name. Metadata: worker_name, certificate."""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015

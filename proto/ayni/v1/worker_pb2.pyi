@@ -2134,6 +2134,64 @@ class GetBlocksResponse(_message.Message):
 Global___GetBlocksResponse: _TypeAlias = GetBlocksResponse  # noqa: Y015
 
 @_typing.final
+class RemoveBlocksRequest(_message.Message):
+    """Asks to remove stored objects."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """Epoch that the caller works under."""
+    @_builtins.property
+    def layout(self) -> Global___LocalLayout:
+        """Layout whose objects are meant; its fingerprint is part of every key. Only the resource and the shape matter."""
+
+    @_builtins.property
+    def keys(self) -> Global___ObjectKeys:
+        """The keys; a key may come twice."""
+
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        layout: Global___LocalLayout | None = ...,
+        keys: Global___ObjectKeys | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "layout", b"layout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "keys", b"keys", "layout", b"layout"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemoveBlocksRequest: _TypeAlias = RemoveBlocksRequest  # noqa: Y015
+
+@_typing.final
+class RemoveBlocksResponse(_message.Message):
+    """Says which objects were removed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OUTCOMES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def outcomes(self) -> _containers.RepeatedCompositeFieldContainer[Global___KeyOutcome]:
+        """One entry for each key, in the order of the request."""
+
+    def __init__(
+        self,
+        *,
+        outcomes: _abc.Iterable[Global___KeyOutcome] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["outcomes", b"outcomes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemoveBlocksResponse: _TypeAlias = RemoveBlocksResponse  # noqa: Y015
+
+@_typing.final
 class KeyOutcome(_message.Message):
     """Says how one key of a call ended."""
 

@@ -100,6 +100,11 @@ class WorkerServiceStub(object):
                 request_serializer=ayni_dot_v1_dot_worker__pb2.GetBlocksRequest.SerializeToString,
                 response_deserializer=ayni_dot_v1_dot_worker__pb2.GetBlocksResponse.FromString,
                 _registered_method=True)
+        self.RemoveBlocks = channel.unary_unary(
+                '/ayni.v1.WorkerService/RemoveBlocks',
+                request_serializer=ayni_dot_v1_dot_worker__pb2.RemoveBlocksRequest.SerializeToString,
+                response_deserializer=ayni_dot_v1_dot_worker__pb2.RemoveBlocksResponse.FromString,
+                _registered_method=True)
         self.ReadBlocks = channel.unary_stream(
                 '/ayni.v1.WorkerService/ReadBlocks',
                 request_serializer=ayni_dot_v1_dot_worker__pb2.ReadBlocksRequest.SerializeToString,
@@ -224,6 +229,14 @@ class WorkerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RemoveBlocks(self, request, context):
+        """Removes stored objects, whether they are whole or not. Idempotent: a key that is not stored counts as done.
+        Refuses with STALE_EPOCH, UNKNOWN_LAYOUT.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ReadBlocks(self, request, context):
         """Streams blocks to a peer. Read-only and idempotent. Server: `begin`, then `chunk` frames in the order of the
         request, then `complete`, then end. Completeness is counted in bytes; a stream that ends without `complete` has
@@ -314,6 +327,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.GetBlocks,
                     request_deserializer=ayni_dot_v1_dot_worker__pb2.GetBlocksRequest.FromString,
                     response_serializer=ayni_dot_v1_dot_worker__pb2.GetBlocksResponse.SerializeToString,
+            ),
+            'RemoveBlocks': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemoveBlocks,
+                    request_deserializer=ayni_dot_v1_dot_worker__pb2.RemoveBlocksRequest.FromString,
+                    response_serializer=ayni_dot_v1_dot_worker__pb2.RemoveBlocksResponse.SerializeToString,
             ),
             'ReadBlocks': grpc.unary_stream_rpc_method_handler(
                     servicer.ReadBlocks,
@@ -678,6 +696,33 @@ class WorkerService(object):
             '/ayni.v1.WorkerService/GetBlocks',
             ayni_dot_v1_dot_worker__pb2.GetBlocksRequest.SerializeToString,
             ayni_dot_v1_dot_worker__pb2.GetBlocksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RemoveBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ayni.v1.WorkerService/RemoveBlocks',
+            ayni_dot_v1_dot_worker__pb2.RemoveBlocksRequest.SerializeToString,
+            ayni_dot_v1_dot_worker__pb2.RemoveBlocksResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -109,6 +109,10 @@ class WorkerServiceStub:
     """Loads objects into blocks. An object that is short, damaged or of another layout is not loaded and counts as
     absent, with the reason. Idempotent. Refuses with STALE_EPOCH, UNKNOWN_LAYOUT, UNKNOWN_BLOCK, BLOCK_BUSY.
     """
+    RemoveBlocks: _grpc.UnaryUnaryMultiCallable[_worker_pb2.RemoveBlocksRequest, _worker_pb2.RemoveBlocksResponse]
+    """Removes stored objects, whether they are whole or not. Idempotent: a key that is not stored counts as done.
+    Refuses with STALE_EPOCH, UNKNOWN_LAYOUT.
+    """
     ReadBlocks: _grpc.UnaryStreamMultiCallable[_worker_pb2.ReadBlocksRequest, _worker_pb2.ReadBlocksResponse]
     """Streams blocks to a peer. Read-only and idempotent. Server: `begin`, then `chunk` frames in the order of the
     request, then `complete`, then end. Completeness is counted in bytes; a stream that ends without `complete` has
@@ -184,6 +188,10 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     GetBlocks: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetBlocksRequest, _worker_pb2.GetBlocksResponse]  # type: ignore[assignment]
     """Loads objects into blocks. An object that is short, damaged or of another layout is not loaded and counts as
     absent, with the reason. Idempotent. Refuses with STALE_EPOCH, UNKNOWN_LAYOUT, UNKNOWN_BLOCK, BLOCK_BUSY.
+    """
+    RemoveBlocks: _aio.UnaryUnaryMultiCallable[_worker_pb2.RemoveBlocksRequest, _worker_pb2.RemoveBlocksResponse]  # type: ignore[assignment]
+    """Removes stored objects, whether they are whole or not. Idempotent: a key that is not stored counts as done.
+    Refuses with STALE_EPOCH, UNKNOWN_LAYOUT.
     """
     ReadBlocks: _aio.UnaryStreamMultiCallable[_worker_pb2.ReadBlocksRequest, _worker_pb2.ReadBlocksResponse]  # type: ignore[assignment]
     """Streams blocks to a peer. Read-only and idempotent. Server: `begin`, then `chunk` frames in the order of the
@@ -335,6 +343,16 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_worker_pb2.GetBlocksResponse, _abc.Awaitable[_worker_pb2.GetBlocksResponse]]:
         """Loads objects into blocks. An object that is short, damaged or of another layout is not loaded and counts as
         absent, with the reason. Idempotent. Refuses with STALE_EPOCH, UNKNOWN_LAYOUT, UNKNOWN_BLOCK, BLOCK_BUSY.
+        """
+
+    @_abc_1.abstractmethod
+    def RemoveBlocks(
+        self,
+        request: _worker_pb2.RemoveBlocksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.RemoveBlocksResponse, _abc.Awaitable[_worker_pb2.RemoveBlocksResponse]]:
+        """Removes stored objects, whether they are whole or not. Idempotent: a key that is not stored counts as done.
+        Refuses with STALE_EPOCH, UNKNOWN_LAYOUT.
         """
 
     @_abc_1.abstractmethod

@@ -7,6 +7,7 @@ registered: the owner's service looks layouts up and holds the blocks while they
 import asyncio
 import json
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from ayni.blocks.ids import as_ids
@@ -31,6 +32,20 @@ _ANSWERS = frozenset({BlockBusy.reason, Checksum.reason, StorageFailed.reason})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Relay:
+    """Who passes a peer's reads on, because nobody can dial the peer."""
+
+    address: str
+    """host:port; trusted as the authority in `Dialling.tls` says."""
+    headers: Mapping[str, str] = field(repr=False)
+    """Metadata of every call: which peer is meant, and who asks."""
+
+
+Relays = dict[int, Relay]
+"""By the peer's incarnation. What a peer exports never tells who passes its reads on, nor what is sent along."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Dialling:
     """How this worker dials others."""
 
@@ -42,6 +57,8 @@ class Dialling:
     """Dial peers that speak in clear although others may read along."""
     keepalive: Keepalive = field(default_factory=Keepalive)
     """When a silent peer is taken for lost."""
+    relays: Relays = field(default_factory=dict)
+    """Peers that are reached through somebody else from now on."""
 
 
 class GrpcEngine:
@@ -80,9 +97,16 @@ class GrpcEngine:
 
     async def connect(self, peer: WorkerMetadata, export: EngineExport, deadline: float) -> GrpcLink:
         """Connects to a peer and reads one block of its first layout; see `Engine.connect`."""
-        address, is_tls = _read_export(export.data)
-        name = f"rank {peer.rank} of group {peer.instance_id} at {address}"
-        link = GrpcLink(self._open(address, is_tls, name), peer.incarnation, name)
+        name = f"rank {peer.rank} of group {peer.instance_id}"
+        if relay := self._dialling.relays.get(peer.incarnation):
+            name += f" through {relay.address}"
+            channel = self._open(relay.address, self._dialling.tls.is_on, name)
+            channel.headers.update(relay.headers)
+        else:
+            address, is_tls = _read_export(export.data)
+            name += f" at {address}"
+            channel = self._open(address, is_tls, name)
+        link = GrpcLink(channel, peer.incarnation, name)
         try:
             await _warm_up(link, peer, deadline)
         except BaseException:

@@ -64,6 +64,10 @@ class KeyLocks:
         """Says to all that a key's object is whole."""
         self._store.put_if_absent(self._shelf.meta_name(key), memoryview(b""))
 
+    def unmark(self, key: SequenceHash) -> None:
+        """Says it no more."""
+        self._store.delete(self._shelf.meta_name(key))
+
     @contextmanager
     def held(self, key: SequenceHash, validity_s: float) -> Iterator[Claim]:
         """Claims a key and gives it back.

@@ -1,4 +1,4 @@
-"""Blocks as objects: whether they are stored, storing them, loading them.  [shell]
+"""Blocks as objects: whether they are stored, storing, loading and removing them.  [shell]
 
 Legend: n bytes of a block.
 
@@ -115,6 +115,16 @@ class ObjectTier:
         load = partial(self._get, batch, memory)
         return batch.begin(lambda place: load(blocks[place], keys[place]), self._threads, self._max_requests)
 
+    def remove(self, keys: Sequence[bytes], deadline: float) -> Batch[KeyOutcome]:
+        """Removes the objects of keys, whole or not; a key without one is done.
+
+        Args:
+            keys: in their wire form; may come twice.
+            deadline: moment on the event loop's clock.
+        """
+        batch = Batch("removal", len(keys), _failed, deadline)
+        return batch.begin(lambda place: self._remove(keys[place]), self._threads, self._max_requests)
+
     def close(self) -> None:
         """Starts no further request. Those that are out end by the store's own timeout."""
         for threads in (self._threads, self._look_ups):
@@ -141,6 +151,15 @@ class ObjectTier:
         with batch.touching():
             memory.write(np.array([block]), WHOLE, _payload(np.frombuffer(stored.data, np.uint8)))
         return KeyOutcome(state=OutcomeState.DONE, size_bytes=identity.payload_bytes)
+
+    def _remove(self, key: bytes) -> KeyOutcome:
+        identity = self._identity(key)
+        name = self._shelf.object_name(identity.key)
+        # The mark first: an object without one is looked at, a mark without an object would be believed.
+        self._locks.unmark(identity.key)
+        self._store.delete(name)
+        self._flaws.pop(name, None)
+        return KeyOutcome(state=OutcomeState.DONE)
 
     def _put(
         self, batch: Batch[KeyOutcome], memory: Memory, lock_validity_s: float | None, block: int, key: bytes

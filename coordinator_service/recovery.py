@@ -1,0 +1,130 @@
+"""How a run goes on after its coordinator was away, or after everybody who had its newest state has gone.  [shell]
+
+Workers that lost the coordinator come back by themselves and bring the run's state with them. Where nobody brings it
+back in time, the newest state that is stored, or that a member still has, is where the run goes on; the ledger keeps
+what that takes back.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from coordinator_service.run import Run
+from coordinator_service.store import RunStore
+from coordinator_service.stored_states import STORED_STEPS
+from coordinator_service.values import Waiting
+
+_log = logging.getLogger(__name__)
+
+
+class Recovery:
+    """Waits for those who were there, and takes the run back to an earlier state when that is all there is."""
+
+    def __init__(self, run: Run, store: RunStore) -> None:
+        """Reads who was a member when the coordinator before this one ended."""
+        self._run = run
+        self._store = store
+        self._epochs = run.epochs
+        self._progress = run.progress
+        epoch = store.last_epoch()
+        self._former = epoch.worker_names if epoch and run.progress.has_begun else ()
+        run.progress.stored_steps = max(run.progress.stored_steps, int(store.facts().get(STORED_STEPS, "0")))
+        run.progress.settled_steps = max(run.progress.settled_steps, run.progress.stored_steps)
+        self._is_back = False
+        self._since: float | None = None
+
+    async def comeback(self) -> None:
+        """Waits a moment for the members of before, once there are enough workers to go on.
+
+        Without it, the first to come back would compute the next step alone.
+        """
+        if self._former and not self._is_back:
+            self._is_back = True
+            within = self._run.file.timeouts.comeback.total_seconds()
+            await self._until(lambda: not self._run.absent(self._former), within)
+
+    async def farewell(self) -> None:
+        """Gives the members of before the time to come back and learn how the run has ended."""
+        if self._former and not self._epochs.seats:
+            within = self._run.file.timeouts.rejoin.total_seconds()
+            _log.info("the last step was committed before: waiting for %s", ", ".join(self._former))
+            await self._until(lambda: not self._run.absent(self._former), within)
+
+    def patience(self) -> float | None:
+        """Returns how long to wait for a worker with the newest state before `go_back`; None for as long as it takes.
+
+        The time begins when there is somebody to go on with, and ends when somebody brings the state.
+        """
+        now = asyncio.get_running_loop().time()
+        waiting = [seat for seat in self._epochs.seats.values() if seat.member.ready]
+        if self._epochs.able or not waiting or not self._progress.has_begun:
+            self._since = None
+            return None
+        if self._source() is None:
+            return None
+        self._since = self._since or now
+        return max(0.0, self._since + self._run.file.timeouts.rejoin.total_seconds() - now)
+
+    def sentence(self, reason: str) -> str:
+        """Returns why the run stands still and what would help."""
+        if not self._progress.has_begun:
+            return reason
+        committed = self._progress.committed_steps
+        sentence = (
+            f"paused after step {committed - 1}: {reason}; join with: python -m worker_agent --coordinator ADDRESS"
+        )
+        if self._epochs.able:
+            return sentence
+        source = self._source()
+        where = f"the newest one that is left is behind step {source[1]}" if source else "none is stored"
+        return f"{sentence}; nobody here has the state behind step {committed}, {where}"
+
+    async def go_back(self) -> None:
+        """Takes the run back to the newest state that there is."""
+        source = self._source()
+        if source is None:
+            return
+        run_id, steps = source
+        committed = self._progress.committed_steps
+        reason = f"nobody came back with the state behind step {committed} within {self._run.file.timeouts.rejoin}"
+        _log.warning("%s: the run goes back to the state behind step %d", reason, steps)
+        await asyncio.to_thread(self._store.rewind, steps, reason)
+        self._progress.committed_steps = steps
+        self._progress.evaluated_steps = min(self._progress.evaluated_steps, steps)
+        self._run.stored_source = (run_id, steps) if run_id else None
+        self._since = None
+        for seat in self._epochs.seats.values():
+            if seat.completed_steps == steps and not seat.tainted:
+                seat.lead()
+            else:
+                seat.follow()
+        self._epochs.changed.notify()
+        self._run.changed.notify()
+
+    def _source(self) -> tuple[str, int] | None:
+        """Returns the run (empty: a member) and the steps of the newest state that is not lost."""
+        file, stored = self._run.file, self._progress.stored_steps
+        seats = [seat for seat in self._epochs.seats.values() if seat.member.ready and not seat.tainted]
+        held = max((seat.completed_steps for seat in seats), default=0)
+        found = [(held, "")] if 0 < held <= self._progress.committed_steps else []
+        if 0 < stored <= self._progress.committed_steps:
+            found.append((stored, file.run_id))
+        if file.state.resume_step:
+            found.append((file.state.resume_step, file.state.resume_run_id or file.run_id))
+        return max(((run_id, steps) for steps, run_id in found), key=lambda source: source[1], default=None)
+
+    async def _until(self, done: Callable[[], bool], within: float) -> None:
+        try:
+            async with asyncio.timeout(within):
+                while not done() and not self._progress.ended:
+                    await self._epochs.changed.wait()
+        except TimeoutError:
+            _log.info("went on without %s", ", ".join(self._run.absent(self._former)))
+
+    def wait(self, reason: str) -> None:
+        """Says why there is nothing to do, if that is news."""
+        told = Waiting(reason=self.sentence(reason))
+        if self._progress.wait(told):
+            _log.info("%s", told.reason)
+            self._epochs.broadcast(told)
+            self._run.changed.notify()

@@ -1,0 +1,55 @@
+"""What a worker is in its run, whichever membership it has at the moment.  [shell]
+
+Written on the event loop; read from any thread.
+"""
+
+from dataclasses import dataclass, field
+
+from worker_agent.changes import Change
+from worker_agent.exchange import Traffic
+from worker_agent.messages import SignOfLife
+from worker_agent.session import Report, ShardAssignment
+
+
+@dataclass(kw_only=True, slots=True)
+class Standing:
+    """What outlives a membership, and what every heartbeat says."""
+
+    elastic: bool = False
+    """Whether it takes extra leases, contributes again when told, and comes back when it was lost."""
+    completed_steps: int = 0
+    """Updates that its parameters have had, or are about to have: a commit that is here counts."""
+    parameters_sha256: str = ""
+    """Hash of the parameters that it joined with; empty once they have changed."""
+    activity: str = "loading"
+    published_steps: int = 0
+    """Steps behind the state that its host tier holds."""
+    settled_steps: int = 0
+    """Steps behind the newest state that was stored, or given up."""
+    is_awaiting_settled: bool = False
+    settled: Change = field(default_factory=Change)
+    """Announced when `settled_steps` has changed, and when nobody says so any more."""
+    failed_offer: tuple[int, str] = (0, "")
+    """Offer that it could not take, and why; until the coordinator has heard of it."""
+    traffic: Traffic = field(default_factory=Traffic)
+
+    def progress(self, completed_steps: int) -> None:
+        """Notes how many updates the parameters have had."""
+        if completed_steps != self.completed_steps:
+            self.completed_steps, self.parameters_sha256 = completed_steps, ""
+
+    def note_commit(self, assignment: ShardAssignment, report: Report) -> None:
+        """Notes a commit that is here: its update is about to be applied, unless the worker only keeps the means."""
+        if assignment.kind == "train" and not report.following:
+            self.progress(assignment.step + 1)
+
+    def sign_of_life(self, taken: ShardAssignment | None) -> SignOfLife:
+        """Returns what the next heartbeat says."""
+        return SignOfLife(
+            epoch=taken.epoch if taken else 0,
+            step=taken.step if taken else -1,
+            activity=self.activity,
+            published_steps=self.published_steps,
+            completed_steps=self.completed_steps if self.elastic else 0,
+            failed_offer=self.failed_offer,
+        )
