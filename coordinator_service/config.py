@@ -92,7 +92,7 @@ class RunFile(RunConfig):
     insecure: bool = False
     """Serves other addresses than loopback without TLS: token and gradients travel in clear."""
     max_attempts: int = 100
-    """Attempts at one step before the run halts. Each worker that dies costs one."""
+    """Attempts at one step before the run halts. Among elastic workers a death costs none."""
     chunk_bytes: int = 1 << 20
     """Bytes of a gradient chunk: a multiple of 64 KiB, at most 2 MiB."""
     window_chunks: int = 8

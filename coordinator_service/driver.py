@@ -70,7 +70,12 @@ class Driver:
         try:
             self._remember_last()
             await self._make_all()
+        except OSError as error:
+            # The workers are not sent away: they have the run's state, and the next coordinator needs them.
+            _log.error("the run's state can't be kept in %s: %s", self._store.path, error)
+            self._progress.suspend()
         except Exception as error:
+            _log.exception("the coordinator failed")
             self._run.halt(Halted(f"the coordinator failed: {error!r}", detail=repr(error)))
             raise
         finally:
@@ -177,9 +182,7 @@ class Driver:
             except (Diverged, Halted) as error:
                 self._run.halt(error)
             except OSError as error:
-                # The workers are not sent away: they have the run's state, and the next coordinator needs them.
-                _log.error("the commit of %s can't be written to %s: %s", live.core.label, self._store.path, error)
-                self._progress.suspend()
+                raise OSError(f"the commit of {live.core.label} can't be written: {error}") from error
             finally:
                 watching.cancel()
                 live.close()

@@ -6,8 +6,10 @@ from contextlib import aclosing
 
 from ayni import PROTOCOL_VERSION, failpoints
 from ayni.errors import AyniError, BadRequest, Incompatible, UnknownWorker
+from ayni.identity import check_identity
 from ayni.messages import dtype_enum, dtype_name, duration
 from ayni.rpc import Context, peer_of
+from ayni.servers import certificate_names
 from ayni.v1 import coordinator_pb2 as pb
 from coordinator_service import status, wire
 from coordinator_service.artifacts import Artifacts
@@ -34,6 +36,8 @@ class CoordinatorServicer:
     async def Join(self, request: pb.JoinRequest, context: Context) -> pb.JoinResponse:
         """Makes the caller a member."""
         self._check_negotiation(request)
+        if self._run.file.tls.client_ca and self._run.file.tls.bind_names:
+            check_identity(request.worker_name, certificate_names(context))
         member = await self._run.join(wire.applicant(request, new_session(), peer_of(context)))
         file = self._run.file
         return pb.JoinResponse(

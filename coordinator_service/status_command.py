@@ -92,6 +92,14 @@ def _head(run_id: str, snapshot: pb.RunSnapshot) -> list[str]:
         f"reducer {_size(snapshot.reducer_bytes)} (peak {_size(snapshot.reducer_peak_bytes)})",
     ]
     lines.append(", ".join(value for value in values if value))
+    counted = [
+        (snapshot.extra_leases, "leases given to others inside a step"),
+        (snapshot.skipped_microbatches, "micro-batches skipped"),
+        (snapshot.norm_alarms, "norm alarms"),
+        (snapshot.divergences, "divergences"),
+    ]
+    if any(count for count, _ in counted):
+        lines.append(", ".join(f"{count} {what}" for count, what in counted if count))
     if snapshot.waiting.reason:
         lines.append(snapshot.waiting.reason)
     return lines
@@ -105,7 +113,8 @@ def _table(snapshot: pb.RunSnapshot, wide: bool) -> Table:
         ("backend", lambda w: ", ".join((w.backend, *(w.device_names if wide else ())))),
         ("share", lambda w: f"{w.share:.0%}"),
         ("samples/s", lambda w: f"{w.samples_per_second:.1f}"),
-        ("doing", lambda w: "committed" if w.committed else w.activity),
+        ("doing", _doing),
+        ("why this share", lambda w: w.share_reason),
         ("compute", lambda w: _seconds(w.times.compute.ToTimedelta())),
         ("exchange", lambda w: _seconds(w.times.exchange.ToTimedelta())),
         ("wait", lambda w: _seconds(w.times.commit_wait.ToTimedelta())),
@@ -114,12 +123,20 @@ def _table(snapshot: pb.RunSnapshot, wide: bool) -> Table:
         ("seen", lambda w: f"{w.last_seen.ToTimedelta().total_seconds():.1f} s ago"),
     ]
     if not wide:
-        columns = [column for column in columns if column[0] not in ("id", "wait", "in", "out", "seen")]
+        hidden = ("id", "wait", "in", "out", "seen", "why this share")
+        columns = [column for column in columns if column[0] not in hidden]
     for title, _ in columns:
         table.add_column(title, overflow="fold")
     for worker in snapshot.workers:
         table.add_row(*(cell(worker) for _, cell in columns))
     return table
+
+
+def _doing(worker: pb.WorkerSnapshot) -> str:
+    doing = "committed" if worker.committed else worker.activity
+    notes = ["follows"] if worker.following else []
+    notes += [f"{worker.strikes} not finite"] if worker.strikes else []
+    return f"{doing} ({', '.join(notes)})" if notes else doing
 
 
 def _explain(coordinator: str, error: grpc.RpcError) -> int:

@@ -11,6 +11,7 @@ Usage: `python scripts/chaos.py --seed 1 --steps 200 --workers 3 --every 5`
 import argparse
 import asyncio
 import json
+import os
 import secrets
 import shutil
 import signal
@@ -224,7 +225,11 @@ def _event(happened: Happened) -> dict[str, Any]:
 def _check_ledger(folder: Path) -> str:
     """Has the coordinator's own command check the ledger; returns what it found wrong."""
     command = [sys.executable, "-m", "coordinator_service", "ledger", "--run", str(folder), "--check"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_CHECK_S, check=False, cwd=ROOT)
+    paths = os.pathsep.join((str(ROOT), str(ROOT / "proto"), os.environ.get("PYTHONPATH", "")))
+    environment = {**os.environ, "PYTHONPATH": paths}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=_CHECK_S, check=False, cwd=ROOT, env=environment
+    )
     return "" if done.returncode == 0 else (done.stderr or done.stdout).strip()[-500:]
 
 

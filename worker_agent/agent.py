@@ -26,7 +26,7 @@ from worker_agent.client import WorkerClient
 from worker_agent.config import WorkerConfig
 from worker_agent.contact import first_contact
 from worker_agent.coordinator import Coordinator
-from worker_agent.faults import CoordinatorLost, CoordinatorUnreachable, Interrupted
+from worker_agent.faults import CoordinatorLost, CoordinatorUnreachable, Interrupted, TransportBroken
 from worker_agent.job import Builder, Fill, Job
 from worker_agent.messages import Run
 from worker_agent.progress import Reporter, make_reporter
@@ -89,7 +89,7 @@ class Agent:
         if isinstance(error, RunEnded) and error.metadata.get("state") == "finished":
             _log.warning("the run is finished, and this worker was away at its end: it has no final parameters")
             return DONE
-        if isinstance(error, CoordinatorUnreachable | CoordinatorLost):
+        if isinstance(error, CoordinatorUnreachable | CoordinatorLost | TransportBroken):
             raise TemporaryFailure(str(error)) from error
         raise error
 
@@ -113,8 +113,9 @@ class Agent:
             result = self._train(job, client, reporter)
             client.close("the run is over", result.parameters_sha256)
         _log.info("%s", _farewell(result, client))
+        code = DONE if client.finished else FAILED
         self._linger()
-        return DONE if client.finished else FAILED
+        return code
 
     def _linger(self) -> None:
         """Goes on serving blocks after the run, for as long as the configuration says."""

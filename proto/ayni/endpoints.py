@@ -133,7 +133,8 @@ class ServerLimits:
     connections: int = 512
     """Connections; more are closed as they come. Keep it below the number of files that the process may open."""
     connection_calls: int = 1024
-    """Calls of one connection; more wait at the caller. A worker has one for each bucket of a step and a few more."""
+    """Calls of one connection; more wait at the caller or fail with UNAVAILABLE. A worker has up to two for each bucket
+    of a step, and a few more."""
     calls: int = 16384
     """Calls of all callers with the right token; more end with RESOURCE_EXHAUSTED."""
     waiting_calls: int = 4096

@@ -88,7 +88,7 @@ def decode_frame(frame: bytes) -> tuple[int, "ChunkView | memoryview"]:
     """Returns which field of the frame's oneof is set, and its content in place.
 
     Returns:
-        (CHUNK_FIELD, ChunkView), or (another field number, the sub-message's bytes). (0, empty) when none of them is set.
+        (CHUNK_FIELD, ChunkView), or (another field number, the sub-message's bytes); (0, empty) when none is set.
         As protobuf says, the last field of a oneof counts, and repeated occurrences of the same one are merged.
 
     Raises:

@@ -133,7 +133,8 @@ class StateConfig:
     """The train state (parameters, optimizer moments, step) as blocks that other workers can get."""
 
     publish_every: int = 0
-    """Steps after which every worker copies its state into its host tier, where others can read it. 0: never."""
+    """Steps after which every worker copies its state into its host tier, where others can read it. 0: only where a
+    worker that joins late needs it."""
     store_every: int = 0
     """Steps after which the published state is also stored as objects, divided among the workers; a multiple of
     publish_every. 0: never."""

@@ -319,7 +319,7 @@ def test_coordinator_whose_disk_stays_full_ends_without_sending_its_workers_away
     with coordinator(tmp_path, {**RUN, "timeouts": times}) as process:
         answers = asyncio.run(commit_nothing(process.address, for_ever))
         assert process.process.wait(20) == 75
-        assert "the commit of step 0 can't be written to" in process.read_log()
+        assert "the commit of step 0 can't be written" in process.read_log()
     assert not any(isinstance(error_from(answer), Halted) for answer in answers)
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from ayni.errors import Halted, RunStarted, UnknownWorker, WeightMismatch
 from ayni.rpc import error_from
+from ayni.tree import cover
 from ayni.v1 import coordinator_pb2 as pb
 from tests.support.coordinator import RUN, coordinator, make_step, microbatches, raw_worker, raw_workers, refusal
 
@@ -15,9 +16,10 @@ from tests.support.coordinator import RUN, coordinator, make_step, microbatches,
 def test_sums_beyond_float32_are_refused_by_bucket_not_committed(tmp_path):
     async def scenario(address):
         async with raw_workers(address, "ant", "bee") as workers:
-            parts = [np.full(9, 3e38, np.float32)] * 2
+            huge = np.full(9, 3e38, np.float32)
+            parts = [[huge] * len(cover(w.leased.start, w.leased.stop, 5)) for w in workers]
             return await asyncio.gather(
-                *(w.reduce(parts, {m: 2 for m in w.leased}) for w in workers),
+                *(w.reduce(own, {m: 2 for m in w.leased}) for w, own in zip(workers, parts, strict=True)),
                 return_exceptions=True,
             )
 

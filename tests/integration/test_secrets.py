@@ -27,6 +27,7 @@ RUN: dict[str, Any] = {
     "batch": {"samples": 10, "microbatches": 5},
     "timeouts": {"shutdown": "5s"},
 }
+OTHER_TOKEN = "another-token-for-tests"
 WORD = "hunter2-and-some-more"
 CREDENTIALS = {"AWS_SECRET_ACCESS_KEY": WORD, "AWS_ACCESS_KEY_ID": "somebody"}
 
@@ -104,19 +105,21 @@ def test_no_secret_is_in_a_log_a_refusal_or_a_file_that_a_run_leaves(tmp_path: P
     with coordinator(runs / "coordinator", RUN, *server_flags(certs), *debug) as server:
         cat = asyncio.run(asyncio.wait_for(provoke(server.address, certs), 60))
         flags = {name: (*client_flags(certs, name), *debug) for name in ("ant", "bee")}
+        with agent(server.address, "dog", runs / "dog", *flags["ant"], AYNI_TOKEN=OTHER_TOKEN) as dog:
+            assert dog.end() != 0
         with (
             agent(server.address, "ant", runs / "ant", *flags["ant"], **CREDENTIALS) as ant,
             agent(server.address, "bee", runs / "bee", *flags["bee"], "--log-format", "json", **CREDENTIALS) as bee,
         ):
             assert (ant.end(), bee.end()) == (0, 0), ant.read_log() + bee.read_log()
         assert server.process.wait(30) == 0, server.read_log()
-    logs = {worker.name: worker.read_log() for worker in (ant, bee)} | {"coordinator": server.read_log()}
+    logs = {worker.name: worker.read_log() for worker in (ant, bee, dog)} | {"coordinator": server.read_log()}
     assert any(" DEBUG " in log for log in logs.values()), "nothing was said at debug level"
     assert len(cat.told) > 10
     assert any("TOKEN_REFUSED" in text for text in cat.told)
     texts = logs | {f"told {number}": text for number, text in enumerate(cat.told[1:])}
     files = {str(path): path.read_bytes().decode("latin-1") for path in runs.rglob("*") if path.is_file()}
-    secrets = {TOKEN, WORD, *key_lines(certs)}
+    secrets = {TOKEN, OTHER_TOKEN, WORD, *key_lines(certs)}
     for name, text in (texts | files).items():
         assert not [secret for secret in secrets if secret in text], f"a secret is in {name}"
         assert cat.session not in text, f"a session is in {name}"

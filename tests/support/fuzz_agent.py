@@ -31,6 +31,22 @@ _WAITING = Waiting(
     methods=frozenset(name for name in SERVICE.methods_by_name if name.startswith(("Execute", "ReadB", "WriteB"))),
     timeout=1.0,
 )
+_HOSTILE = [
+    pb.EngineExport(name=name, version=1, data=data, crc32=zlib.crc32(data))
+    for name in ("shm", "grpc")
+    for data in (
+        b"",
+        b"null",
+        b"[" * 60_000,
+        b'{"host":' * 5_000,
+        b'{"incarnation": 1' + b"0" * 5_000 + b"}",
+        b'{"address": "127.0.0.1:1", "tls": true}',
+        b'{"address": "127.0.0.1:1", "tls": false}',
+        b'{"address": ["127.0.0.1:1"], "tls": "no"}',
+        b"\xff\xfe\x00",
+        bytes(100_000),
+    )
+]
 _REPLACING = {"TOO_LARGE", "STORAGE_FAILED", "UNSUPPORTED", "BAD_REQUEST", "UNKNOWN_LAYOUT"}
 """Refusals of ConfigureLayouts after which the layouts that a leader had asked for are gone, as documented."""
 
@@ -147,7 +163,7 @@ class FuzzedAgent:
             "high": [layout.handle.high for layout in (*own.layouts, *remote.layouts)],
             "address": [remote.address, "127.0.0.1:1", ""],
             "WorkerMetadata.layouts": [*own.layouts, *remote.layouts],
-            "WorkerMetadata.engines": [*own.engines, *remote.engines],
+            "WorkerMetadata.engines": [*own.engines, *remote.engines, *_HOSTILE],
             "ranks": [remote, own],
             "ExportMetadataRequest.epoch": [own.epoch, 0],
             "ImportMetadataRequest.metadata": [remote, own],

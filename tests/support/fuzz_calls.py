@@ -86,7 +86,7 @@ class Ended:
             "DEADLINE_EXCEEDED": self.call.waits or self.call.timeout < SHORT_S,
             "CANCELLED": len(self.responses) >= self.call.reads,
             "RESOURCE_EXHAUSTED": any(len(request) > MAX_RECEIVED for request in self.call.requests),
-            "UNIMPLEMENTED": "not available" in self.details,
+            "UNAVAILABLE": "attached" in self.details,  # What a relay says of the worker behind it.
         }
         return "" if allowed.get(self.code) else f"{self.call.name} ended with {self.code}: {self.details}"
 

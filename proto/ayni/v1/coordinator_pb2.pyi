@@ -1519,9 +1519,7 @@ class GetRunResponse(_message.Message):
     protocol_version: _builtins.int
     """Version of this protocol that the coordinator speaks."""
     config_json: _builtins.str
-    """The run file's `task`, `data`, `batch`, `optimizer`, `evaluation` and `checkpoint` sections with all defaults
-    filled in, as JSON. Secrets and paths on the coordinator's machine are not part of it.
-    """
+    """The run file's values that workers share (task, batch, optimizer, state, ...) with all defaults filled in, as JSON. Secrets and paths on the coordinator's machine are not part of it."""
     @_builtins.property
     def artifacts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Artifact]:
         """Files of the run."""
