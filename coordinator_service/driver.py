@@ -10,34 +10,27 @@ from typing import Any
 
 from ayni import failpoints
 from ayni.errors import Diverged, Halted, StepVoided
-from ayni.tensors import itemsize
 from coordinator_service import plan
 from coordinator_service.epochs import Seat
-from coordinator_service.leases import Lease, Moment, Totals
+from coordinator_service.leases import Moment, Totals
 from coordinator_service.live import LiveStep
 from coordinator_service.membership import Epoch
 from coordinator_service.onboarding import Onboarding
 from coordinator_service.recovery import Recovery
 from coordinator_service.run import AGREEMENTS, Run
-from coordinator_service.shards import Bid
 from coordinator_service.sql_store import AlreadyThere
 from coordinator_service.state_keeper import StateKeeper
+from coordinator_service.step_opening import StepOpening
 from coordinator_service.store import TakenOver
 from coordinator_service.store_records import CommitRecord, EpochRecord
 
 _log = logging.getLogger(__name__)
-
-_Members = tuple[tuple[int, bool], ...]
-"""Worker ids by rank, and whether each follows."""
 
 FINISHED = "finished_steps"
 """Fact of the store: the run has reached its last step, and how many that were."""
 
 _AGAIN_S = 1.0
 """Pause before a commit that could not be written is written again."""
-
-_FORGET_AFTER = 20
-"""Steps without a share after which a worker's speed counts as unknown, so that it is measured again."""
 
 
 class Driver:
@@ -49,6 +42,7 @@ class Driver:
         self._recovery = recovery
         self._keeper = keeper
         self._onboarding = onboarding
+        self._opening = StepOpening(run)
         self._store = run.store
         self._file = run.file
         self._epochs = run.epochs
@@ -56,8 +50,6 @@ class Driver:
         self._suspending = asyncio.Event()
         self._last_step: int | None = None
         """Step that a run that is being suspended does not begin any more; None when it is not known yet."""
-        self._shares: dict[str, tuple[_Members, tuple[tuple[int, int], ...]]] = {}
-        """For each kind of step, the members and their shares in the last one."""
 
     async def drive(self) -> None:
         """Makes every step, then says goodbye. Ends early when the run is halted."""
@@ -170,7 +162,7 @@ class Driver:
         while epoch := await self._world(kind, step):
             if (kind, step) != self._next_work():
                 return True
-            live = self._open(kind, step, attempt, epoch)
+            live = self._opening.open(kind, step, attempt, epoch, self._evaluation_samples)
             watching = asyncio.create_task(self._run.releases.watch(live))
             try:
                 await self._commit(live, await self._all_committed(live))
@@ -236,52 +228,6 @@ class Driver:
         await asyncio.to_thread(self._store.begin_epoch, record)
         await self._run.decide_update(epoch)
         failpoints.hit("coordinator.epoch.stored")
-
-    def _open(self, kind: str, step: int, attempt: int, epoch: Epoch) -> LiveStep:
-        seats = [self._epochs.seats[worker] for worker in epoch.workers]
-        layout = plan.lay_out(
-            self._file, kind, step, self._evaluation_samples, [_bid(seat) for seat in seats], self._before(kind, seats)
-        )
-        self._shares[kind] = (_members(seats), tuple((share.start, share.stop) for share in layout.shares))
-        leases = [
-            Lease(
-                lease_id=self._run.releases.take_lease_id(),
-                worker_id=seat.member.worker_id,
-                worker_name=seat.member.name,
-                start=share.start,
-                stop=share.stop,
-            )
-            for seat, share in zip(seats, layout.shares, strict=True)
-        ]
-        chunk_elements = self._file.chunk_bytes // itemsize(self._file.wire_type)
-        live = LiveStep(layout, attempt, epoch, leases, chunk_elements, self._run.changed)
-        live.update = self._run.update_mode
-        self._run.live = live
-        self._run.releases.open(live)
-        self._progress.open(step, attempt, kind)
-        for seat, lease, share in zip(seats, leases, layout.shares, strict=True):
-            self._tell(live, seat, lease, share.reason)
-        self._run.changed.notify()
-        return live
-
-    def _tell(self, live: LiveStep, seat: Seat, lease: Lease, reason: str) -> None:
-        is_training = live.core.kind == "train"
-        seat.share = (lease.stop - lease.start) / max(1, live.layout.num_microbatches)
-        seat.share_reason = reason
-        if is_training and seat.following and seat.follow_from is None:
-            seat.follow_from = live.core.step
-        seat.idle_steps = 0 if lease.stop > lease.start else seat.idle_steps + 1
-        if seat.idle_steps > _FORGET_AFTER:
-            seat.speed = 0.0
-        publishes = is_training and seat.publish_requested
-        if publishes:
-            live.publishers.add(lease.worker_id)
-        seat.outbox.put_nowait(live.assignment(lease, publish_state=publishes, discard_state=seat.tainted))
-        failpoints.hit("coordinator.assignment.sent")
-
-    def _before(self, kind: str, seats: Sequence[Seat]) -> tuple[tuple[int, int], ...] | None:
-        members, shares = self._shares.get(kind, ((), ()))
-        return shares if shares and members == _members(seats) else None
 
     async def _all_committed(self, live: LiveStep) -> Totals:
         timeout = self._file.timeouts.step.total_seconds()
@@ -371,11 +317,3 @@ class Driver:
         except TimeoutError:
             names = ", ".join(seat.member.name for seat in self._epochs.seats.values())
             _log.warning("still there after %g s: %s", timeout, names)
-
-
-def _bid(seat: Seat) -> Bid:
-    return Bid(speed=seat.speed, cap=seat.member.applicant.max_microbatches, following=seat.following)
-
-
-def _members(seats: Sequence[Seat]) -> _Members:
-    return tuple((seat.member.worker_id, seat.following) for seat in seats)

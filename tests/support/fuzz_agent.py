@@ -109,7 +109,7 @@ class FuzzedAgent:
     def good_call(self) -> None:
         assert _export(self.channel).layouts
 
-    def renew(self) -> None:
+    def renew(self) -> bool:
         assert self._agent.is_running, f"the agent died:\n{self.log[-3000:]}"
         self._own = _export(self.channel)
         if self._own.epoch >= _HIGHEST_EPOCH:
@@ -117,10 +117,12 @@ class FuzzedAgent:
             self._agent.end()
             self._agent.restart()
             self._open()
-            return
-        if (self._own.instance_id, len(self._own.layouts)) != (_INSTANCE, 3):
+            return True
+        is_changed = (self._own.instance_id, len(self._own.layouts)) != (_INSTANCE, 3)
+        if is_changed:
             self._configure(self._own.epoch + 1)
         self._tell()
+        return is_changed
 
     def _open(self) -> None:
         self.channel = open_sync_channel(self.address, TOKEN)

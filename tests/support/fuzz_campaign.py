@@ -152,11 +152,11 @@ class Campaign:
             if changes := _differences(before or {}, self._state):
                 self._note(f"refused calls changed the state: {changes}", burst)
             return
-        self._unsettled = any(one.code in ("DEADLINE_EXCEEDED", "CANCELLED") for one in ended)
-        self.target.renew()
+        given_up = any(one.code in ("DEADLINE_EXCEEDED", "CANCELLED") for one in ended)
+        self._unsettled = self.target.renew() or given_up
 
     def _settled_state(self) -> dict[str, object]:
-        """Returns the state once the calls that were given up have ended on the server too."""
+        """Returns the state once the server is done with what it was told before."""
         state = self.target.snapshot()
         while self._unsettled:
             time.sleep(_SETTLE_S)

@@ -117,16 +117,18 @@ class FuzzedCoordinator:
     def good_call(self) -> None:
         assert self._call("GetRun", pb.GetRunRequest(), pb.GetRunResponse).run_id == "fuzzed"
 
-    def renew(self) -> None:
+    def renew(self) -> bool:
+        restarted = False
         if self._process.process.poll() is not None or self._state() in (
             pb.RUN_STATE_HALTED,
             pb.RUN_STATE_FINISHED,
         ):
             assert self._process.process.poll() in (None, 0, 1), f"the coordinator died:\n{self.log[-3000:]}"
             self._restart()
-        for member in self._members:
-            member.renew()
+            restarted = True
+        rejoined = [member.renew() for member in self._members]
         self._tell()
+        return restarted or any(rejoined)
 
     def _restart(self) -> None:
         self._past_log += self._process.read_log()
@@ -198,10 +200,10 @@ class Insider:
         self._leased = threading.Event()
         self._nonce = 0
 
-    def renew(self) -> None:
-        """Joins again when it is no member any more."""
+    def renew(self) -> bool:
+        """Joins again when it is no member any more; says whether it was none."""
         if self._is_member() and not (self._stays and (self._stream is None or self._stream.done())):
-            return
+            return False
         self.close()
         self._nonce += 1
         request = pb.JoinRequest(
@@ -217,6 +219,7 @@ class Insider:
             self.session, self.worker_id = answer.session, answer.worker_id
             if self._stays:
                 self._open()
+        return True
 
     def wait_for_lease(self) -> None:
         assert self._leased.wait(30), "no lease came"

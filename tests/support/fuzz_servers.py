@@ -48,8 +48,8 @@ class Target(Protocol):
     def close(self) -> None:
         """Ends the server."""
 
-    def renew(self) -> None:
-        """Puts the server back into a state worth fuzzing."""
+    def renew(self) -> bool:
+        """Puts the server back into a state worth fuzzing; says whether there was anything to do."""
 
     def good_call(self) -> None:
         """Makes a call that has to be answered."""
