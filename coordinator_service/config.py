@@ -53,7 +53,7 @@ class StragglerConfig:
     shortest: timedelta = timedelta(seconds=2)
     """Nobody is late before this."""
     longest: timedelta = timedelta(seconds=60)
-    """Everybody is late after this, and while too few arrivals are known."""
+    """Everybody is late after this, and nobody before it while no arrival is known."""
     mad_factor: float = 6.0
     """How many median absolute deviations above the median an arrival is late."""
 

@@ -83,6 +83,18 @@ def smoothed(speed: float, num_samples: int, seconds: float) -> float:
     return measured if speed == 0 else (1 - _SMOOTHING) * speed + _SMOOTHING * measured
 
 
+def slowed(speed: float, num_samples: int, seconds: float) -> float:
+    """Returns a worker's samples per second after it was left behind with work that it had for so many seconds.
+
+    What it is given next must be something that it can do in time, else it would be left behind for ever. Being late
+    once says little about one whose speed is known, so that is halved at most.
+    """
+    if not num_samples or seconds <= 0:
+        return speed
+    shown = num_samples / (2 * seconds)
+    return min(speed, max(shown, speed / 2)) if speed else shown
+
+
 def is_better(file: RunFile, totals: Totals, best: float | None) -> tuple[bool, float]:
     """Returns whether an evaluation is the best so far, and its score (higher is better)."""
     accuracy = totals.num_correct / totals.num_predictions if totals.num_predictions else 0.0

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 
 from ayni import failpoints
+from coordinator_service import plan
 from coordinator_service.config import RunFile
 from coordinator_service.epochs import Epochs, Seat
 from coordinator_service.leases import Lease
@@ -24,6 +25,8 @@ _log = logging.getLogger(__name__)
 
 _LONGEST_PAUSE_S = 1.0
 _SHORTEST_PAUSE_S = 0.05
+_NEW = 4.0
+"""Times the deadline, for a worker whose speed is not known yet."""
 
 
 class Releases:
@@ -105,12 +108,19 @@ class Releases:
             live.core.kind, bounds.shortest.total_seconds(), bounds.longest.total_seconds(), bounds.mad_factor
         )
         now = time.monotonic()
-        late = {lease.worker_id for lease in live.core.uncommitted if now - live.since[lease.lease_id] > deadline}
+        limits = {x.lease_id: self._limit(x.worker_id, deadline) for x in live.core.uncommitted}
+        due = [live.since[x.lease_id] + limits[x.lease_id] - now for x in live.core.uncommitted]
+        late = {x.worker_id: limits[x.lease_id] for x, left in zip(live.core.uncommitted, due, strict=True) if left < 0}
         for worker_id in sorted(late):
-            self._chase(live, worker_id, deadline)
-        due = [live.since[lease.lease_id] + deadline - now for lease in live.core.uncommitted]
+            self._chase(live, worker_id, late[worker_id])
         ahead = min((seconds for seconds in due if seconds > 0), default=bounds.shortest.total_seconds() / 2)
         return min(max(ahead, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S)
+
+    def _limit(self, worker_id: int, deadline: float) -> float:
+        """Returns when a worker is late: one whose speed is not known yet gets more time, to show it."""
+        seat = self._epochs.seats.get(worker_id)
+        is_new = seat is not None and seat.speed == 0
+        return min(deadline * _NEW, self._file.stragglers.longest.total_seconds()) if is_new else deadline
 
     def _chase(self, live: LiveStep, worker_id: int, deadline: float) -> None:
         seat = self._epochs.seats.get(worker_id)
@@ -202,6 +212,9 @@ class Releases:
         for lease in leases:
             if seat := self._epochs.seats.get(lease.worker_id):
                 seat.outbox.put_nowait(Revoked(lease_id=lease.lease_id, reason=live.core.ended[lease.lease_id]))
+                if not lease.is_extra:
+                    seconds = time.monotonic() - live.since[lease.lease_id]
+                    seat.speed = plan.slowed(seat.speed, live.samples_of(lease), seconds)
         self._settle(live)
 
     def _can_recover(self, live: LiveStep, *, without: int) -> bool:

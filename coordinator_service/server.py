@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from ayni.channels import open_channel
+from ayni.errors import UnknownWorker
 from ayni.process import DONE, FAILED, TEMPORARY, Stop, load_token
 from ayni.servers import TokenInterceptor, add_health_and_reflection, add_service, bind, make_server
 from ayni.settings import SettingsError
@@ -79,6 +80,9 @@ async def _serve(run: Run, driver: Driver, servicer: CoordinatorServicer, token:
     try:
         await _drive(run, driver, stop)
     finally:
+        if run.progress.state == "suspended":
+            sentence = "this coordinator is ending, and the next one goes on with the run; join that one"
+            run.epochs.dismiss(UnknownWorker(sentence, worker_id="all"))
         await health.enter_graceful_shutdown()
         await server.stop(grace=2.0)
 

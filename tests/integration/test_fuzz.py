@@ -9,7 +9,8 @@ import pytest
 from tests.support.fuzz_agent import FuzzedAgent
 from tests.support.fuzz_calls import Call, make
 from tests.support.fuzz_campaign import Campaign
-from tests.support.fuzz_coordinator import SERVICE, FuzzedCoordinator
+from tests.support.fuzz_coordinator import FuzzedCoordinator
+from tests.support.fuzz_insiders import SERVICE
 
 SECONDS = 7.0
 MOST_BURSTS = 150
@@ -49,18 +50,20 @@ def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FuzzedCoor
 
 
 @pytest.mark.parametrize(
-    ("name", "request_bytes"),
+    ("name", "request_bytes", "reason"),
     [
-        ("Join", b"\x1b\x03cat"),
-        ("Leave", b"\x12\x02\xff\xfe"),
-        ("FetchArtifact", b"\x14\x01"),
-        ("GetRun", b"\x0b" * 200),
-        ("WatchRun", b"\n\x0a\x08\xff\xff\xff\xff\xff\xff\xff\xff\x7f"),
-        ("WatchRun", b"\n\x0b\x08\x81\x80\x80\x80\x80\x80\x80\x80\x80\x01"),
+        ("Join", b"\x1b\x03cat", "BAD_REQUEST"),
+        ("Leave", b"\x12\x02\xff\xfe", "BAD_REQUEST"),
+        ("FetchArtifact", b"\x14\x01", "BAD_REQUEST"),
+        ("GetRun", b"\x0b" * 200, "BAD_REQUEST"),
+        ("WatchRun", b"\n\x0a\x08\xff\xff\xff\xff\xff\xff\xff\xff\x7f", ""),
+        ("WatchRun", b"\n\x0b\x08\x81\x80\x80\x80\x80\x80\x80\x80\x80\x01", ""),
     ],
 )
-def test_what_was_found_before_is_refused_by_name(coordinator: FuzzedCoordinator, name: str, request_bytes: bytes):
-    call = Call(method=f"/{SERVICE.full_name}/{name}", requests=(request_bytes,))
+def test_what_was_found_before_is_answered_or_refused(
+    coordinator: FuzzedCoordinator, name: str, request_bytes: bytes, reason: str
+):
+    call = Call(method=f"/{SERVICE.full_name}/{name}", requests=(request_bytes,), reads=1)
     ended = make(coordinator.channel, coordinator.methods, call)
-    assert (ended.reason, ended.problem) == ("BAD_REQUEST", "")
+    assert (ended.reason, ended.problem) == (reason, "")
     assert "Traceback" not in coordinator.log

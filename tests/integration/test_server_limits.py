@@ -1,15 +1,20 @@
 """What a server takes at a time, and that what is below a limit is served while more is turned away."""
 
 import asyncio
+import ipaddress
 import logging
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import AsyncExitStack
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from google.protobuf.wrappers_pb2 import BytesValue
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -288,6 +293,54 @@ def test_names_of_a_certificate_are_those_that_the_authority_gave(tmp_path: Path
     assert run(names("worker-ant", tmp_path / "ca.pem")) == "ant"
     assert run(names("worker-bee.x", tmp_path / "ca.pem")) == "bee.x"
     assert run(names("worker-ant", None)) == "", "a server that asks for none believes none"
+
+
+def test_names_are_the_common_name_and_dns_names(tmp_path: Path):
+    assert make_certs.main(["--out", str(tmp_path), "--host", "127.0.0.1"]) == 0
+    alternatives = [
+        x509.DNSName("bee.test"),
+        x509.DNSName("*.wild.test"),
+        x509.IPAddress(ipaddress.ip_address("192.0.2.1")),
+        x509.RFC822Name("cat@dog.test"),
+        x509.UniformResourceIdentifier("spiffe://eel.test/fox"),
+    ]
+    write_client(tmp_path, "ant", alternatives)
+
+    async def test() -> str:
+        server = ServerTls(
+            certificate=tmp_path / "server.pem", key=tmp_path / "server.key", client_ca=tmp_path / "ca.pem"
+        )
+        own = ClientTls(ca=tmp_path / "ca.pem", certificate=tmp_path / "own.pem", key=tmp_path / "own.key")
+        async with serving(Named(), TokenInterceptor(TOKEN), tls=server) as address:
+            async with open_channel(address, TOKEN, own) as channel:
+                (answer,) = await outcome(channel, "One", [HELLO])
+                return answer.value.decode()
+
+    assert run(test()) == "ant,bee.test,*.wild.test"
+
+
+def write_client(folder: Path, common_name: str, alternatives: Sequence[x509.GeneralName]) -> None:
+    """Writes a certificate of a client with other names beside its common name."""
+    authority = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
+    assert isinstance(authority, ec.EllipticCurvePrivateKey)
+    key = ec.generate_private_key(ec.SECP256R1())
+    now = datetime.now(UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)]))
+        .issuer_name(x509.load_pem_x509_certificate((folder / "ca.pem").read_bytes()).subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - timedelta(hours=1))
+        .not_valid_after(now + timedelta(hours=1))
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH]), critical=False)
+        .add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
+        .sign(authority, hashes.SHA256())
+    )
+    (folder / "own.pem").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    (folder / "own.key").write_bytes(
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    )
 
 
 def test_without_tls_there_are_no_names():

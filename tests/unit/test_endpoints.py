@@ -8,6 +8,7 @@ import pytest
 from ayni.endpoints import (
     ClientTls,
     Keepalive,
+    ServerLimits,
     ServerTls,
     check_dialling_in_clear,
     check_listening_in_clear,
@@ -90,3 +91,21 @@ def test_keepalive_has_a_range() -> None:
         Keepalive(interval=timedelta(seconds=0.5))
     with pytest.raises(ValueError, match="keepalive timeout must be above 0"):
         Keepalive(timeout=timedelta(0))
+
+
+@pytest.mark.parametrize(
+    ("limits", "problem"),
+    [
+        ({"connections": 0}, "connections must be 1 to 1048576"),
+        ({"calls": -1, "strangers": 1 << 21}, "calls, strangers must be 1 to 1048576"),
+        ({"waiting_calls": 0}, "waiting_calls must be"),
+        ({"connection_calls": 0}, "connection_calls must be"),
+        ({"metadata_bytes": 100}, "metadata_bytes must be 4096 to"),
+        ({"handshake": timedelta(milliseconds=10)}, "handshake and idle must be 1 s to 1 day"),
+        ({"idle": timedelta(days=2)}, "handshake and idle must be 1 s to 1 day"),
+    ],
+)
+def test_limits_have_ranges(limits: dict, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        ServerLimits(**limits)
+    ServerLimits()

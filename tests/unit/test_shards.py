@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ayni.tree import cover
 from coordinator_service.alignment import align
-from coordinator_service.plan import smoothed
+from coordinator_service.plan import slowed, smoothed
 from coordinator_service.shards import Bid, plan_shards
 
 speeds = st.lists(st.floats(0.01, 1000), min_size=1, max_size=12)
@@ -216,3 +216,29 @@ def test_reasons_are_sentences_for_people():
     assert reasons(16, of_speeds([1, 1, 1]))[2] == (
         "4 of 16 micro-batches: 1 samples/s of 3, chosen so that fewer vectors are sent"
     )
+
+
+@pytest.mark.parametrize(
+    ("speed", "samples", "seconds", "expected"),
+    [
+        (0.0, 16, 4.0, 2.0),  # Not known yet: it could not do 16 samples in 4 s.
+        (100.0, 16, 4.0, 50.0),  # Late once: half as fast, not a fiftieth.
+        (3.0, 16, 4.0, 2.0),
+        (1.0, 16, 4.0, 1.0),  # Slower already than what it has shown.
+        (5.0, 0, 4.0, 5.0),
+    ],
+)
+def test_worker_that_was_left_behind_counts_as_slower(speed, samples, seconds, expected):
+    assert slowed(speed, samples, seconds) == expected
+
+
+def test_slow_newcomer_gets_a_share_that_it_can_do_within_a_few_steps():
+    """It does 1 sample/s, the others 100 each, and the deadline is 2 s: it may not be left behind for ever."""
+    speed, samples = 0.0, 96
+    for _ in range(12):
+        shares = plan_shards(48, [Bid(speed=100.0), Bid(speed=100.0), Bid(speed=speed)])
+        own = (shares[2].stop - shares[2].start) * samples // 48
+        if own <= 2:
+            return
+        speed = slowed(speed, own, 2.0)
+    raise AssertionError(f"it still gets {own} samples")

@@ -16,10 +16,12 @@ def after(seconds, kind="train"):
     return arrivals
 
 
-def test_nobody_is_late_while_few_arrivals_are_known():
+def test_while_few_arrivals_are_known_the_deadline_is_a_multiple_of_the_latest():
     assert after([]).deadline("train", **BOUNDS) == 60
-    assert after([3.0] * 7).deadline("train", **BOUNDS) == 60
-    assert after([3.0] * 8).deadline("train", **BOUNDS) < 60
+    assert after([3.0, 5.0, 1.0]).deadline("train", **BOUNDS) == 20
+    assert after([0.1] * 7).deadline("train", **BOUNDS) == 2
+    assert after([30.0] * 7).deadline("train", **BOUNDS) == 60
+    assert after([3.0] * 8).deadline("train", **BOUNDS) == pytest.approx(3.9)
 
 
 def test_the_deadline_is_the_median_and_so_many_deviations():
