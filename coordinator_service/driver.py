@@ -23,6 +23,7 @@ from coordinator_service.state_keeper import StateKeeper
 from coordinator_service.step_opening import StepOpening
 from coordinator_service.store import TakenOver
 from coordinator_service.store_records import CommitRecord, EpochRecord
+from coordinator_service.values import Waiting
 
 _log = logging.getLogger(__name__)
 
@@ -125,6 +126,7 @@ class Driver:
     async def _ends_here(self, step: int) -> bool:
         """Returns whether a run that is being suspended makes no further step."""
         if self._last_step is None:
+            await self._until_settled()
             self._last_step = step + 1
             return False
         if step < self._last_step:
@@ -132,6 +134,16 @@ class Driver:
         await self._keeper.final(step, self._file.timeouts.shutdown.total_seconds() / 2)
         self._progress.suspend()
         return True
+
+    async def _until_settled(self) -> None:
+        """Waits until due states are stored and every worker knows it: only then it may publish a last one."""
+        within = self._file.timeouts.shutdown.total_seconds() / 4
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within):
+                await self._keeper.settle(self._progress.committed_steps)
+                beats = {seat.member.worker_id: seat.beats for seat in self._epochs.able}
+                while any(seat.beats == beats.get(seat.member.worker_id) for seat in self._epochs.able):
+                    await self._epochs.heard.wait()
 
     def _remember_last(self) -> None:
         """Lets workers that never heard of the last commits ask again."""
@@ -205,6 +217,9 @@ class Driver:
                     return epoch
                 continue
             patience = self._recovery.patience()
+            if self._suspending.is_set():
+                self._progress.suspend()
+                return None
             if patience == 0.0:
                 await self._recovery.go_back()
                 continue
@@ -272,20 +287,32 @@ class Driver:
 
     async def _write(self, live: LiveStep, record: CommitRecord) -> None:
         """Writes a commit; while that fails, everybody waits, as long as a step may take. Nothing is lost by that."""
-        end = time.monotonic() + self._file.timeouts.step.total_seconds()
+        began = time.monotonic()
+        end = began + self._file.timeouts.step.total_seconds()
         while True:
             try:
                 await asyncio.to_thread(self._store.commit, record)
-                return
             except (TakenOver, AlreadyThere):
                 raise
             except OSError as error:
                 if time.monotonic() > end or live.ended.done():
                     raise
-                _log.error(
-                    "%s can't be written to %s, and is tried again: %s", live.core.label, self._store.path, error
-                )
+                self._wait_for_store(live, error)
                 await asyncio.sleep(_AGAIN_S)
+            else:
+                if self._progress.waiting:
+                    self._progress.go()
+                    _log.info("%s was written after %.0f s", live.core.label, time.monotonic() - began)
+                return
+
+    def _wait_for_store(self, live: LiveStep, error: OSError) -> None:
+        """Says that everybody waits for the disk or the database."""
+        told = Waiting(reason=f"{live.core.label} can't be written, and is tried again: {error}")
+        if self._progress.waiting != told:
+            self._progress.waiting = told
+            _log.error("%s", told.reason)
+            self._epochs.broadcast(told)
+            self._run.changed.notify()
 
     def _left_behind(self, live: LiveStep) -> list[Seat]:
         """Returns the members that the step goes on without."""
@@ -302,10 +329,23 @@ class Driver:
         for seat in late:
             _log.warning("worker %s was left behind at step %d", seat.member.name, live.core.step)
             seat.follow()
+        self._mark_outsiders(live)
         for worker in live.publishers:
             publisher = self._epochs.seats.get(worker)
             if publisher and publisher not in late:
                 publisher.publish_requested = False
+
+    def _mark_outsiders(self, live: LiveStep) -> None:
+        """Makes followers of those who came while the step was open: it has gone past them."""
+        committed = self._progress.committed_steps
+        for worker, seat in list(self._epochs.seats.items()):
+            is_outside = worker not in live.epoch.workers and seat.member.ready and not seat.following
+            if not (is_outside and self._file.task.name) or seat.completed_steps == committed:
+                continue
+            if seat.elastic:
+                seat.follow()
+            else:
+                self._epochs.expel(worker, f"its parameters have had {seat.completed_steps} updates, not {committed}")
 
     async def _wait_until_empty(self) -> None:
         """Waits for the members to leave, up to the shutdown timeout."""

@@ -44,6 +44,8 @@ class Seat:
     """Micro-batches of it that were not finite."""
     share_reason: str = ""
     """Why it has its share, for people."""
+    beats: int = 0
+    """Heartbeats of it so far."""
     tainted: bool = False
     """Whether its parameters were found to differ from the others', and it has not said yet that it threw them away."""
     unproven: bool = False
@@ -95,6 +97,8 @@ class Epochs:
         self.seats: dict[int, Seat] = {}
         self.changed = Signal()
         """Notified when members or their readiness change."""
+        self.heard = Signal()
+        """Notified at each heartbeat."""
         self.final_hashes: dict[str, str] = {}
         """Parameter hash that each worker gave when it left."""
         self._initial_hashes: dict[str, str] = {}
@@ -138,6 +142,8 @@ class Epochs:
     def renew(self, worker_id: int, activity: str) -> None:
         """Notes a heartbeat."""
         self.core.renew(self._clock(), worker_id, activity)
+        self.seats[worker_id].beats += 1
+        self.heard.notify()
 
     def ready(self, seat: Seat, parameters_sha256: str) -> None:
         """Makes a member ready to compute.

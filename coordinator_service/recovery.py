@@ -60,13 +60,20 @@ class Recovery:
         if self._epochs.able or not waiting or not self._progress.has_begun:
             self._since = None
             return None
-        if self._source() is None:
+        source = self._source()
+        if source is None:
             return None
+        if source[1] == self._progress.committed_steps:
+            return 0.0
         self._since = self._since or now
         return max(0.0, self._since + self._run.file.timeouts.rejoin.total_seconds() - now)
 
     def sentence(self, reason: str) -> str:
         """Returns why the run stands still and what would help."""
+        behind = [seat.member.name for seat in self._epochs.seats.values() if seat.member.ready and seat.following]
+        if not self._progress.has_begun and behind:
+            who = ", ".join(behind)
+            return f"{reason}; this run has made no step, and the parameters of {who} have: start them again"
         if not self._progress.has_begun:
             return reason
         committed = self._progress.committed_steps
@@ -76,8 +83,13 @@ class Recovery:
         if self._epochs.able:
             return sentence
         source = self._source()
-        where = f"the newest one that is left is behind step {source[1]}" if source else "none is stored"
-        return f"{sentence}; nobody here has the state behind step {committed}, {where}"
+        lacking = f"{sentence}; nobody here has the state behind step {committed}"
+        if source is None:
+            return f"{lacking}, and none is stored"
+        within = self._run.file.timeouts.rejoin.total_seconds()
+        return (
+            f"{lacking}; if nobody brings it within {within:g} s, the run goes back to the one behind step {source[1]}"
+        )
 
     async def go_back(self) -> None:
         """Takes the run back to the newest state that there is."""
@@ -86,8 +98,12 @@ class Recovery:
             return
         run_id, steps = source
         committed = self._progress.committed_steps
-        reason = f"nobody came back with the state behind step {committed} within {self._run.file.timeouts.rejoin}"
-        _log.warning("%s: the run goes back to the state behind step %d", reason, steps)
+        within = self._run.file.timeouts.rejoin.total_seconds()
+        reason = f"nobody came back with the state behind step {committed} within {within:g} s"
+        if steps == committed:
+            _log.info("the run goes on from the stored state behind step %d", steps)
+        else:
+            _log.warning("%s: the run goes back to the state behind step %d", reason, steps)
         await asyncio.to_thread(self._store.rewind, steps, reason)
         self._progress.committed_steps = steps
         self._progress.evaluated_steps = min(self._progress.evaluated_steps, steps)

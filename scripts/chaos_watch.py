@@ -70,7 +70,7 @@ class Watch:
             self.up_to_date = frozenset(
                 worker.worker_name
                 for worker in snapshot.workers
-                if not worker.following and self._gone.get(worker.worker_name) != worker.worker_id
+                if worker.share > 0 and not worker.following and self._gone.get(worker.worker_name) != worker.worker_id
             )
         self.state, self.waiting = snapshot.state, snapshot.waiting.reason
         self._on_change()

@@ -31,6 +31,8 @@ OTHER_TOKEN = "another-token-for-tests"
 WORD = "hunter2-and-some-more"
 CREDENTIALS = {"AWS_SECRET_ACCESS_KEY": WORD, "AWS_ACCESS_KEY_ID": "somebody"}
 
+PATIENCE = 100.0
+
 _HEX = re.compile(r"(?<![0-9a-f])[0-9a-f]{32}(?![0-9a-f])")
 """What the secret of a membership looks like; hashes are longer."""
 
@@ -98,21 +100,22 @@ async def provoke(address: str, certs: Path) -> Provocateur:
     return provocateur
 
 
+@pytest.mark.timeout(300)
 def test_no_secret_is_in_a_log_a_refusal_or_a_file_that_a_run_leaves(tmp_path: Path):
     certs = certificates(tmp_path / "certs", "ant", "bee", "cat")
     runs = tmp_path / "runs"
     debug = ("--log-level", "debug")
     with coordinator(runs / "coordinator", RUN, *server_flags(certs), *debug) as server:
-        cat = asyncio.run(asyncio.wait_for(provoke(server.address, certs), 60))
+        cat = asyncio.run(asyncio.wait_for(provoke(server.address, certs), PATIENCE))
         flags = {name: (*client_flags(certs, name), *debug) for name in ("ant", "bee")}
         with agent(server.address, "dog", runs / "dog", *flags["ant"], AYNI_TOKEN=OTHER_TOKEN) as dog:
-            assert dog.end() != 0
+            assert dog.end(PATIENCE) != 0
         with (
             agent(server.address, "ant", runs / "ant", *flags["ant"], **CREDENTIALS) as ant,
             agent(server.address, "bee", runs / "bee", *flags["bee"], "--log-format", "json", **CREDENTIALS) as bee,
         ):
-            assert (ant.end(), bee.end()) == (0, 0), ant.read_log() + bee.read_log()
-        assert server.process.wait(30) == 0, server.read_log()
+            assert (ant.end(PATIENCE), bee.end(PATIENCE)) == (0, 0), ant.read_log() + bee.read_log()
+        assert server.process.wait(PATIENCE) == 0, server.read_log()
     logs = {worker.name: worker.read_log() for worker in (ant, bee, dog)} | {"coordinator": server.read_log()}
     assert any(" DEBUG " in log for log in logs.values()), "nothing was said at debug level"
     assert len(cat.told) > 10

@@ -101,6 +101,17 @@ class FuzzedAgent:
             "files": tree_listing(self._agent.folder / "root"),
         }
 
+    @property
+    def folder(self) -> Path:
+        """Where the agent runs; its root is the folder "root" there."""
+        return self._agent.folder
+
+    def configuration(self) -> pb.ConfigureLayoutsRequest:
+        """Returns the configuration that the agent would take as it is."""
+        request = next(_bases("ConfigureLayouts", self._own, self._remote))[0]
+        assert isinstance(request, pb.ConfigureLayoutsRequest)
+        return request
+
     def may_change(self, ended: Ended) -> bool:
         if ended.call.name == "WriteBlocks":
             return True  # Refused or not, bytes that came before hold until they are written again.
@@ -130,8 +141,8 @@ class FuzzedAgent:
         self._tell()
 
     def _configure(self, epoch: int) -> None:
-        request = next(_bases("ConfigureLayouts", pb.WorkerMetadata(epoch=epoch), self._remote))[0]
-        self._call("ConfigureLayouts", request)
+        self._own = pb.WorkerMetadata(epoch=epoch)
+        self._call("ConfigureLayouts", self.configuration())
         connect = next(_bases("ConnectRemote", pb.WorkerMetadata(epoch=epoch), self._remote))[0]
         self._call("ConnectRemote", connect)
         self._own = _export(self.channel)
