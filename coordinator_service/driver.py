@@ -180,6 +180,7 @@ class Driver:
                 await self._commit(live, await self._all_committed(live))
                 return True
             except StepVoided as voided:
+                live.fail(voided)  # Also where everything was committed, and the audit said no.
                 _log.warning("%s", voided.message)
                 attempt += 1
                 self._halt_if_hopeless(live.core.label, attempt, voided.message)

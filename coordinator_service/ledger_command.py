@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ayni.process import DONE, FAILED, exit_code_of
+from ayni.settings import SettingsError
 from coordinator_service import ledger
 from coordinator_service.run_places import add_places, open_place, read_span
 from coordinator_service.store import RunStore
@@ -35,6 +36,8 @@ def _show(given: argparse.Namespace) -> int:
             return _check(store)
         records = store.superseded() if given.superseded else store.commits()
     chosen = [record for record in records if record.step in steps]
+    if records and not chosen and not given.superseded:
+        raise SettingsError(f"no step in {given.steps} is there: {_committed(records)}")
     if given.json:
         for record in chosen:
             print(json.dumps(asdict(record)))
@@ -42,6 +45,10 @@ def _show(given: argparse.Namespace) -> int:
         console = Console(width=None if sys.stdout.isatty() else _NARROWEST)
         console.print(table(chosen))
     return DONE
+
+
+def _committed(records: Sequence[CommitRecord]) -> str:
+    return f"the run has committed steps {records[0].step}:{max(record.step for record in records) + 1}"
 
 
 def _check(store: RunStore) -> int:

@@ -60,7 +60,8 @@ class LiveStep:
         self.since = {lease.lease_id: self.opened for lease in leases}
         """When each lease was given."""
         self.on_ended: Callable[[Sequence[Lease]], None] = lambda leases: None
-        """Told of leases that ended before they were done."""
+        """Told of leases that ended before they were done, and when a bucket starts again: what leases that are over
+        had left in it is lost then."""
         self.publishers: set[int] = set()
         """Workers that were asked to publish the state after this step."""
         self.all_committed = asyncio.Event()
@@ -121,7 +122,7 @@ class LiveStep:
             self._take_back(lease, self._rounds[offer.bucket])
         change = self.core.begin(lease, offer.bucket, offer.spec, offer.stats, offer.num_buckets)
         live = self._rounds.get(offer.bucket)
-        if live is None:
+        if live is None or live.round is not self.core.rounds[offer.bucket]:
             live = self._rounds[offer.bucket] = LiveRound(offer.bucket, self.core, self._on_change)
         exchange = Exchange(live, lease, flow, window)
         self.apply(change)
@@ -149,7 +150,7 @@ class LiveStep:
             for live in self._rounds.values():
                 if exchange := live.exchange_of(lease.lease_id):
                     exchange.fail(self.core.revoked(lease))
-        if change.ended:
+        if change.ended or change.restarted:
             self.on_ended(change.ended)
         self._note_done()
 

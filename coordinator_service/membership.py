@@ -171,7 +171,8 @@ class Membership:
             return None, self._shortage(min(able, len(ready)), needed)
         if ready != self.epoch.workers:
             self.epoch = Epoch(number=self.epoch.number + 1, workers=ready)
-            return self.epoch, f"epoch {self.epoch.number} formed with {len(ready)} workers"
+            workers = f"{len(ready)} worker{'s' if len(ready) > 1 else ''}"
+            return self.epoch, f"epoch {self.epoch.number} formed with {workers}"
         return self.epoch, f"epoch {self.epoch.number} goes on"
 
     def names(self, worker_ids: Iterable[int]) -> list[str]:

@@ -131,7 +131,7 @@ def choose(
     rested = [(holder, route) for holder, route in best if not failures.is_resting(now, route)]
     if not rested:
         return Wait(reason="every worker that has the state was tried; trying again soon")
-    if published := [(holder, route) for holder, route in rested if holder.published_steps >= needs]:
+    if published := [(holder, route) for holder, route in rested if holder.published_steps >= max(needs, 1)]:
         holder, route = min(published, key=lambda pair: _preference(failures, *pair))
         return Offer(route=route, steps=holder.published_steps)
     return _ask([holder for holder, _ in rested], failures)

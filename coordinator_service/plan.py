@@ -169,7 +169,7 @@ def sentence(step: Step, told: Commit, seconds: float) -> str:
     if step.kind == "train":
         parts.append(f"gradient norm {told.gradient_norm:.4g}")
     workers = len({lease.worker_id for lease in step.live})
-    parts.append(f"weight {told.total_weight}, {workers} workers, {seconds:.2f} s")
+    parts.append(f"weight {told.total_weight}, {workers} worker{'s' if workers != 1 else ''}, {seconds:.2f} s")
     if skipped := step.totals().skipped:
         parts.append(f"{len(skipped)} micro-batches skipped because they were not finite")
     return ", ".join(parts)

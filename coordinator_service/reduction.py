@@ -22,7 +22,7 @@ when the last expected lease begins, or goes, after the last byte came.
 
 import enum
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,9 +31,7 @@ import xxhash
 from ayni.errors import BadChunk, Duplicate, NonFinite, SpecMismatch
 from ayni.tensors import Floats, TensorSpec, first_non_finite
 from ayni.tree import Node, children, cover, parent, root
-
-_SEGMENT = 8192
-"""Elements whose squares are summed at once: few enough that BLAS does not split the sum among threads."""
+from coordinator_service.sums import add, divide, segment_squares
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,6 +87,8 @@ class Round:
         self.spec = spec
         self.held_bytes = 0
         """Bytes that wait to be added."""
+        self._spec_of = ""
+        """Worker that said first what the tensor looks like."""
         self._root = root(num_microbatches)
         self._chunk_elements = chunk_elements
         self.restart(expected)
@@ -123,6 +123,11 @@ class Round:
     def has_begun(self, lease: int) -> bool:
         """Returns whether a lease's contribution has begun."""
         return lease in self._contributions
+
+    @property
+    def is_empty(self) -> bool:
+        """Returns whether no contribution has begun."""
+        return not self._contributions
 
     def is_held(self, lease: int) -> bool:
         """Returns whether nothing is to be sent under a lease that has begun: its micro-batches came before."""
@@ -168,6 +173,7 @@ class Round:
             SpecMismatch: another tensor than the round's.
             Duplicate: the lease has begun, or a micro-batch is declared by another.
         """
+        self._spec_of = self._spec_of or name
         self._check_spec(name, spec)
         known = self._weights.keys() & weights.keys()
         is_held = bool(weights) and len(known) == len(weights) and self._is_settled(min(weights), max(weights) + 1)
@@ -259,8 +265,8 @@ class Round:
             expected, received = getattr(self.spec, attribute), getattr(spec, attribute)
             if expected != received:
                 raise SpecMismatch(
-                    f"{self.label}: worker {name} contributes {attribute} {received}, the round has {expected}; "
-                    "do all workers train the same model?",
+                    f"{self.label}: worker {name} contributes {attribute} {received}, the round has {expected} since "
+                    f"worker {self._spec_of} began it; do all workers train the same model?",
                     field=attribute,
                     expected=expected,
                     received=received,
@@ -337,7 +343,7 @@ class Round:
             left, right = children(above) or (node, node)
             other = self._take(offset, right if node == left else left)
             if other is not None:
-                values = _sum(values, other) if node == left else _sum(other, values)
+                values = add(values, other) if node == left else add(other, values)
             elif not self._absent(right if node == left else left):
                 break
             node = above
@@ -349,37 +355,14 @@ class Round:
 
     def _emit(self, offset: int, total_C: Floats) -> Reduced:
         self._pending.pop(offset, None)
-        mean_C = _divide(total_C, self.total_weight)
-        squares = _segment_squares(mean_C)
+        mean_C = divide(total_C, self.total_weight)
+        squares = segment_squares(mean_C)
         if not all(map(math.isfinite, squares)):
             raise self._overflow(offset, mean_C)
         self._square_sums.extend(squares)
         self._hash.update(np.ascontiguousarray(mean_C, "<f4").data)
         self._emitted += mean_C.size
         return Reduced(offset=offset, values_C=mean_C)
-
-
-def _sum(left_C: Floats, right_C: Floats) -> Floats:
-    """Returns left + right, in place where one of them may be written. Addition of two floats commutes."""
-    out = left_C if left_C.flags.writeable else right_C if right_C.flags.writeable else None
-    with np.errstate(over="ignore", invalid="ignore"):  # An overflow is found, and refused by name, at the root.
-        return np.add(left_C, right_C, out=out)
-
-
-def _divide(total_C: Floats, weight: int) -> Floats:
-    """Returns total / weight, rounded once. A weight of 2**24 or more is no float32; then the quotient is float64."""
-    if weight >= 1 << 24:
-        return (total_C / np.float64(weight)).astype(np.float32)
-    out = total_C if total_C.flags.writeable else None
-    return np.divide(total_C, np.float32(weight), out=out)
-
-
-def _segment_squares(mean_C: Floats) -> list[float]:
-    wide = mean_C.astype(np.float64)
-    segments: Sequence[np.ndarray[tuple[int], np.dtype[np.float64]]] = [
-        wide[i : i + _SEGMENT] for i in range(0, wide.size, _SEGMENT)
-    ]
-    return [float(np.dot(segment, segment)) for segment in segments]
 
 
 def _span(weights: dict[int, int]) -> str:

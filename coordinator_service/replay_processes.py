@@ -50,7 +50,8 @@ def make_steps(plan: Plan, places: Places) -> Made:
     """Makes the plan's steps.
 
     Raises:
-        OSError: a process did not start, or ended before the steps were there; with the end of its log.
+        OSError: a process did not start, or ended before the steps were there; the ends of their logs were
+            printed then.
     """
     folder = places.folder
     run_file = folder / "run.yaml"
@@ -74,7 +75,11 @@ def make_steps(plan: Plan, places: Places) -> Made:
         _end(coordinator, worker)
         made = Made(commits=store.commits(), final_parameters_sha256=store.facts().get("final_parameters_sha256", ""))
     if not made.commits or made.commits[-1].step + 1 < plan.stop_step:
-        raise OSError(f"the replay ended before its steps were there; its logs are {_last_lines(folder)}")
+        _show_logs(folder)
+        raise OSError(
+            "the replay ended before its steps were there; the ends of its logs are above. Its worker may need flags "
+            "that the run's workers had; they go after --, as in -- --blocks-root DIR"
+        )
     return made
 
 
@@ -109,7 +114,8 @@ def _address(coordinator: "subprocess.Popen[str]", folder: Path) -> str:
     ready, _, _ = select.select([coordinator.stdout], [], [], _START_S)
     line = coordinator.stdout.readline() if ready else ""
     if not line.startswith("listening on "):
-        raise OSError(f"the replay's coordinator did not start; its log is {_last_lines(folder)}")
+        _show_logs(folder)
+        raise OSError("the replay's coordinator did not start; the end of its log is above")
     return line.split()[-1]
 
 
@@ -124,9 +130,8 @@ def _end(coordinator: "subprocess.Popen[str]", worker: "subprocess.Popen[str]") 
             process.terminate()
 
 
-def _last_lines(folder: Path) -> str:
-    texts = []
+def _show_logs(folder: Path) -> None:
+    """Prints the ends of both logs, whose lines an error's sentence can't hold."""
     for path in sorted(folder.glob("*.log")):
         lines = path.read_text(errors="replace").splitlines()[-_LAST_LINES:]
-        texts.append("\n".join([f"{path}:", *lines]))
-    return "\n".join(texts)
+        print("\n".join([f"{path}:", *lines]), file=sys.stderr, flush=True)

@@ -6,7 +6,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from ayni import failpoints
 from ayni.errors import (
@@ -32,7 +32,7 @@ from coordinator_service import plan
 from coordinator_service.conduct import Conduct
 from coordinator_service.config import RunFile
 from coordinator_service.epochs import Epochs, Seat
-from coordinator_service.leases import Key, Moment
+from coordinator_service.leases import Key, Lease, Moment
 from coordinator_service.live import LiveStep, Offer
 from coordinator_service.membership import Applicant, Epoch, Member, Membership
 from coordinator_service.progress import Progress
@@ -157,7 +157,8 @@ class Run:
         """
         live = self._open_step(key)
         lease = live.core.lease(seat.member.worker_id, key)
-        exchange = live.begin(lease, seat.flow, offer, self.file.window_chunks, again=seat.elastic)
+        with self._disagreeing(live, lease):
+            exchange = live.begin(lease, seat.flow, offer, self.file.window_chunks, again=seat.elastic)
         self.releases.note_sent(live, seat.member.worker_id)
         return exchange
 
@@ -172,6 +173,8 @@ class Run:
             return told
         live = self._open_step(key)
         lease = live.core.lease(seat.member.worker_id, key)
+        with self._disagreeing(live, lease):
+            live.commit(lease, report)
         self.conduct.note_report(live, lease, report)
         seat.times = report.times
         if not report.following:
@@ -181,7 +184,6 @@ class Run:
             seat.tainted = False
         elif live.core.kind == "train":
             self.note_completed(seat, live.core.step)
-        live.commit(lease, report)
         self.releases.note_sent(live, seat.member.worker_id)
         self.changed.notify()
         return await asyncio.shield(live.ended)
@@ -209,6 +211,20 @@ class Run:
         if self.live and self.live.core is exchange.step and not self.live.ended.done() and not seat.elastic:
             self.live.void(f"the stream of worker {seat.member.name} for {exchange.label} broke")
 
+    @contextlib.contextmanager
+    def _disagreeing(self, live: LiveStep, lease: Lease) -> Iterator[None]:
+        """Makes the step again where a worker says another weight than one that is gone said of the same micro-batches.
+
+        Nobody can tell who is right, but what the other left is worth nothing then.
+        """
+        try:
+            yield
+        except WeightMismatch as error:
+            if not lease.is_extra:
+                raise
+            live.void(f"{error.message}, as a worker said whose lease is over")
+            raise live.ended.exception() or error from error
+
     def note_sent(self, seat: Seat) -> None:
         """Notes that all bytes of one of a worker's contributions came."""
         if self.live:
@@ -218,7 +234,9 @@ class Run:
         """A contribution was refused. If its content is wrong, policy says what becomes of the worker and the run."""
         if not isinstance(error, _FATAL):
             return
-        if self.conduct.tolerates(error) and seat.elastic:
+        if seat.elastic and isinstance(error, BadChunk | WeightMismatch):
+            self.epochs.expel(seat.member.worker_id, error.message)  # It contradicts itself; others do its work.
+        elif self.conduct.tolerates(error) and seat.elastic:
             self.conduct.refuse(seat, error)
         else:
             self.halt(error, seat.member.name)
@@ -227,7 +245,7 @@ class Run:
         """A contribution that had begun failed: unless the step itself took it back, its worker is to blame."""
         if isinstance(error, StepVoided | Halted | RoundRestarted | LeaseRevoked):
             return
-        if seat.elastic and isinstance(error, BadChunk | BadRequest | Checksum):
+        if seat.elastic and isinstance(error, BadChunk | BadRequest | Checksum | WeightMismatch):
             self.epochs.expel(seat.member.worker_id, error.message)
         elif self.conduct.tolerates(error) and seat.elastic:
             self.conduct.refuse(seat, error)

@@ -26,6 +26,8 @@ def open_place(given: argparse.Namespace) -> RunStore:
         raise SettingsError("give --run DIR, or --database URL and --run-id ID")
     if given.database:
         return open_database(given.database, given.run_id, to_read=True)
+    if given.run.is_file():
+        raise SettingsError(f"{given.run} is a file; give the run's folder: --run {given.run.parent}")
     return open_folder(given.run, to_read=True)
 
 
@@ -33,12 +35,15 @@ def read_span(text: str) -> range:
     """Returns steps a to b-1 of "a:b"; a left-out end is open.
 
     Raises:
-        SettingsError: it is not a span.
+        SettingsError: it is not a span, or there is nothing in it.
     """
     first, colon, stop = text.partition(":")
     if not colon or not (first or "0").isdecimal() or not (stop or "0").isdecimal():
         raise SettingsError(f"{text!r} is not a span of steps; write FIRST:STOP, as in 10:20 for steps 10 to 19")
-    return range(int(first or 0), int(stop or 1 << 62))
+    span = range(int(first or 0), int(stop or 1 << 62))
+    if not span:
+        raise SettingsError(f"there is no step in {text!r}; STOP is one past the last, as in 10:20 for steps 10 to 19")
+    return span
 
 
 def with_database(arguments: Sequence[str]) -> list[str]:

@@ -69,14 +69,14 @@ async def serve(file: RunFile, stop: Stop) -> int:
 
 async def _serve(run: Run, driver: Driver, servicer: CoordinatorServicer, token: str, stop: Stop) -> None:
     file = run.file
-    server = make_server(TokenInterceptor(token))
+    server = make_server(TokenInterceptor(token, file.limits), limits=file.limits)
     add_service(server, SERVICE, servicer, raw=RAW_METHODS)
     add_relay(server, servicer.attachments, run.epochs.has_session)
     health = await add_health_and_reflection(server, [SERVICE])
     address = bind(server, file.listen, file.tls, file.insecure)
     await server.start()
     print(f"listening on {address}", flush=True)
-    _log.info("run %s is served at %s; %s", file.run_id, address, _goal(file))
+    _log.info("run %s is served at %s; %s", file.run_id, address, _goal(run))
     try:
         await _drive(run, driver, stop)
     finally:
@@ -153,6 +153,12 @@ def _refuse_to_resume(file: RunFile, store: RunStore) -> None:
     _log.info("going on with run %s after step %d, from %s", file.run_id, steps - 1, store.path)
 
 
-def _goal(file: RunFile) -> str:
-    steps = f"{file.num_steps} steps" if file.num_steps else "no last step"
-    return f"{steps}, waits for {file.num_starters} workers"
+def _goal(run: Run) -> str:
+    file, state = run.file, run.file.state
+    parts = [f"{file.num_steps} step{'s' if file.num_steps > 1 else ''}" if file.num_steps else "no last step"]
+    if state.resume_step and not run.progress.has_begun:
+        parts.append(
+            f"goes on from the state behind step {state.resume_step} of run {state.resume_run_id or file.run_id}"
+        )
+    parts.append(f"waits for {file.num_starters} worker{'s' if file.num_starters > 1 else ''}")
+    return ", ".join(parts)

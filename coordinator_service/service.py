@@ -7,7 +7,7 @@ from contextlib import aclosing
 from ayni import PROTOCOL_VERSION, failpoints
 from ayni.errors import AyniError, BadRequest, Incompatible, UnknownWorker
 from ayni.identity import check_identity
-from ayni.messages import dtype_enum, dtype_name, duration
+from ayni.messages import dtype_enum, dtype_name, duration, seconds_of
 from ayni.rpc import Context, peer_of
 from ayni.servers import certificate_names
 from ayni.v1 import coordinator_pb2 as pb
@@ -139,7 +139,7 @@ class CoordinatorServicer:
 
     async def WatchRun(self, request: pb.WatchRunRequest, context: Context) -> AsyncIterator[pb.WatchRunResponse]:
         """Streams snapshots until the run ends."""
-        given = request.min_interval.ToTimedelta().total_seconds() if request.HasField("min_interval") else 0.2
+        given = seconds_of(request.min_interval) if request.HasField("min_interval") else 0.2
         interval = min(max(given, 0.05), 60.0)
         while True:
             ended = self._run.progress.ended

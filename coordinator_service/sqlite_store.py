@@ -16,6 +16,8 @@ from typing import Any
 from coordinator_service.sql_store import LAYOUT, TABLES, AlreadyThere, SqlStore, Statement
 
 _NAME = "run.sqlite3"
+_KIND = 0xFF
+"""Bits of an error's code that say its kind; the others say more."""
 _ITS_RUN = ""
 """The file holds one run, however its folder is called today."""
 _LOCK_TIMEOUT_S = 10.0
@@ -121,7 +123,13 @@ class _Opened:
             except sqlite3.IntegrityError as error:
                 raise AlreadyThere(f"the run's state in {self.path} can't be {verb}: {error}") from error
             except sqlite3.Error as error:
-                raise OSError(f"the run's state in {self.path} can't be {verb}: {error}") from error
+                raise OSError(f"the run's state in {self.path} can't be {verb}: {error}{_remedy(error)}") from error
+
+
+def _remedy(error: sqlite3.Error) -> str:
+    if getattr(error, "sqlite_errorcode", 0) & _KIND not in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+        return ""
+    return "; restore it from a backup, or start again with --fresh (and state.resume_step, where a state is stored)"
 
 
 def _sync_folders(folder: Path) -> None:

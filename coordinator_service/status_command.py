@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ayni.channels import open_sync_channel
+from ayni.channels import UNREACHED, open_sync_channel
 from ayni.endpoints import ClientTls
 from ayni.messages import duration
 from ayni.process import DONE, FAILED, TEMPORARY, exit_code_of, load_token
@@ -72,8 +72,14 @@ def _watch(stub: coordinator_pb2_grpc.CoordinatorServiceStub, run: pb.GetRunResp
 
 
 def render(run_id: str, snapshot: pb.RunSnapshot, wide: bool = True) -> Group:
-    """Returns the run as text and a table of its workers; a narrow one leaves out what is least asked for."""
-    return Group(*(Text(line) for line in _head(run_id, snapshot)), _table(snapshot, wide))
+    """Returns the run as text, a table of its workers and why their shares are what they are.
+
+    A narrow one leaves out what is least asked for.
+    """
+    reasons = [f"{w.worker_name}: {w.share_reason}" for w in snapshot.workers if wide and w.share_reason]
+    return Group(
+        *(Text(line) for line in _head(run_id, snapshot)), _table(snapshot, wide), *(Text(line) for line in reasons)
+    )
 
 
 def _head(run_id: str, snapshot: pb.RunSnapshot) -> list[str]:
@@ -93,16 +99,21 @@ def _head(run_id: str, snapshot: pb.RunSnapshot) -> list[str]:
     ]
     lines.append(", ".join(value for value in values if value))
     counted = [
-        (snapshot.extra_leases, "leases given to others inside a step"),
-        (snapshot.skipped_microbatches, "micro-batches skipped"),
-        (snapshot.norm_alarms, "norm alarms"),
-        (snapshot.divergences, "divergences"),
+        (snapshot.extra_leases, "lease", "given to others inside a step"),
+        (snapshot.skipped_microbatches, "micro-batch", "skipped"),
+        (snapshot.norm_alarms, "norm alarm", ""),
+        (snapshot.divergences, "divergence", ""),
     ]
-    if any(count for count, _ in counted):
-        lines.append(", ".join(f"{count} {what}" for count, what in counted if count))
+    if parts := [_counted(*one) for one in counted if one[0]]:
+        lines.append(", ".join(parts))
     if snapshot.waiting.reason:
         lines.append(snapshot.waiting.reason)
     return lines
+
+
+def _counted(count: int, what: str, rest: str) -> str:
+    plural = "" if count == 1 else "es" if what.endswith("ch") else "s"
+    return f"{count} {what}{plural} {rest}".rstrip()
 
 
 def _table(snapshot: pb.RunSnapshot, wide: bool) -> Table:
@@ -114,7 +125,6 @@ def _table(snapshot: pb.RunSnapshot, wide: bool) -> Table:
         ("share", lambda w: f"{w.share:.0%}"),
         ("samples/s", lambda w: f"{w.samples_per_second:.1f}"),
         ("doing", _doing),
-        ("why this share", lambda w: w.share_reason),
         ("compute", lambda w: _seconds(w.times.compute.ToTimedelta())),
         ("exchange", lambda w: _seconds(w.times.exchange.ToTimedelta())),
         ("wait", lambda w: _seconds(w.times.commit_wait.ToTimedelta())),
@@ -123,7 +133,7 @@ def _table(snapshot: pb.RunSnapshot, wide: bool) -> Table:
         ("seen", lambda w: f"{w.last_seen.ToTimedelta().total_seconds():.1f} s ago"),
     ]
     if not wide:
-        hidden = ("id", "wait", "in", "out", "seen", "why this share")
+        hidden = ("id", "wait", "in", "out", "seen")
         columns = [column for column in columns if column[0] not in hidden]
     for title, _ in columns:
         table.add_column(title, overflow="fold")
@@ -145,7 +155,7 @@ def _explain(coordinator: str, error: grpc.RpcError) -> int:
         print(f"the coordinator at {coordinator} refused: {refusal.message}", file=sys.stderr)
         return FAILED
     details = getattr(error, "details", str)()
-    print(f"can't reach a coordinator at {coordinator}: {details}", file=sys.stderr)
+    print(f"can't reach a coordinator at {coordinator}: {details}; {UNREACHED}", file=sys.stderr)
     return TEMPORARY
 
 

@@ -22,7 +22,7 @@ import numpy as np
 import xxhash
 
 from ayni.buckets import Bucket
-from ayni.errors import Diverged, LeaseRevoked, NotLeased, SpecMismatch, StaleEpoch, StaleStep
+from ayni.errors import BadRequest, Diverged, LeaseRevoked, NotLeased, SpecMismatch, StaleEpoch, StaleStep
 from ayni.step_values import MicrobatchStats, Report
 from ayni.tensors import TensorSpec
 from coordinator_service.leases import Change, Key, Lease, Moment, Totals
@@ -67,6 +67,8 @@ class Step:
         self._chunk_elements = chunk_elements
         self._book = StatsBook(self.label, self.step)
         self._num_buckets: int | None = None
+        self._num_buckets_of = ""
+        """Worker that said it first."""
 
     @property
     def label(self) -> str:
@@ -204,6 +206,7 @@ class Step:
         """
         if lease.lease_id in self.committed:
             return Change()
+        self._check_begun(lease, report.num_buckets)
         self._book.take_down(lease, report.microbatches)
         self._check_buckets(lease, report.num_buckets)
         self._num_buckets = report.num_buckets
@@ -225,6 +228,9 @@ class Step:
                     partial.add(bucket)
         for bucket in partial:
             self._restart(bucket)
+        stray = [bucket for bucket, round_ in self.rounds.items() if round_.is_empty and bucket not in partial]
+        for bucket in stray:
+            del self.rounds[bucket]
         self._forget_stats()
         kept = tuple((bucket, chunks) for bucket, chunks in reduced if bucket not in partial)
         return Change(reduced=kept, restarted=tuple(sorted(partial)), ended=tuple(ending))
@@ -331,10 +337,20 @@ class Step:
         spoken |= {m for lease in self.live for m in range(lease.start, lease.stop)}
         self._book.keep(spoken)
 
+    def _check_begun(self, lease: Lease, num_buckets: int) -> None:
+        """Refuses a worker that says something else than it has done."""
+        begun = sum(round_.has_begun(lease.lease_id) for round_ in self.rounds.values())
+        if begun != num_buckets:
+            raise BadRequest(
+                f"{self.label}: worker {lease.worker_name} commits lease {lease.lease_id} with {num_buckets} buckets, "
+                f"and has contributed to {begun}",
+                field="num_buckets",
+            )
+
     def _agree_on_buckets(self, lease: Lease, num_buckets: int) -> None:
         if self._num_buckets not in (None, num_buckets):
             raise self._bucket_mismatch(lease, num_buckets, self._num_buckets or 0, [])
-        self._num_buckets = num_buckets
+        self._num_buckets, self._num_buckets_of = num_buckets, self._num_buckets_of or lease.worker_name
 
     def _check_buckets(self, lease: Lease, num_buckets: int) -> None:
         incomplete = [str(bucket) for bucket, round_ in self.rounds.items() if not round_.complete]
@@ -345,6 +361,7 @@ class Step:
     def _bucket_mismatch(self, lease: Lease, received: int, expected: int, incomplete: list[str]) -> SpecMismatch:
         return SpecMismatch(
             f"{self.label}: worker {lease.worker_name} commits {received} buckets; {expected} are expected"
+            + (f" since worker {self._num_buckets_of} said so" if self._num_buckets_of else "")
             + (f", incomplete: {', '.join(incomplete)}" if incomplete else ""),
             field="num_buckets",
             expected=expected,

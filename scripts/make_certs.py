@@ -106,8 +106,10 @@ def _explain(out: Path, workers: Sequence[str], *, is_new: bool) -> None:
     if is_new:
         print(f"server: --tls-certificate {out}/server.pem --tls-key {out}/server.key")
         print(f"client: --tls-ca {out}/ca.pem")
-        print(f"both sides known to one another: server --tls-client-ca {out}/ca.pem,", end=" ")
-        print(f"client --tls-certificate {out}/client.pem --tls-key {out}/client.key")
+        print(f"both sides known to one another: server --tls-client-ca {out}/ca.pem, and of those who call")
+        print(f"status command: --tls-certificate {out}/client.pem --tls-key {out}/client.key")
+    if not workers:
+        print(f"worker: a certificate that binds its name: make_certs.py --out {out} --ca {out} --worker NAME")
     for name in workers:
         print(f"worker {name}: --tls-certificate {out}/worker-{name}.pem --tls-key {out}/worker-{name}.key")
 

@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+import ayni  # noqa: F401  Before anything loads gRPC: it sets how much that writes.
+
 if TYPE_CHECKING:
     from worker_agent.client import ClientConfig, WorkerClient
 

@@ -231,6 +231,7 @@ class Agent:
                 tls=config.tls,
                 server_tls=config.server_tls,
                 insecure=config.insecure,
+                limits=config.limits,
                 model=MODEL,
             )
         )

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from typing import TypeVar
 
+from ayni.channels import UNREACHED
 from worker_agent.backoff import delays
 from worker_agent.faults import CoordinatorUnreachable, NotACoordinator, TransportBroken
 
@@ -49,6 +50,6 @@ async def first_contact(call: Callable[[timedelta], Awaitable[T]], address: str,
 
 def _gave_up(address: str, allowance: timedelta, tries: int, error: TransportBroken) -> CoordinatorUnreachable:
     return CoordinatorUnreachable(
-        f"the coordinator at {address} did not answer within {allowance.total_seconds():g} s ({tries} tries): {error}; "
-        "is it running, is the address right, and do both sides use TLS or neither?"
+        f"the coordinator at {address} did not answer within {allowance.total_seconds():g} s "
+        f"({tries} {'tries' if tries > 1 else 'try'}): {error}; {UNREACHED}"
     )

@@ -56,7 +56,7 @@ def step_text(summary: StepSummary, num_steps: int) -> str:
         parts += ["best so far"] if summary.best else []
     elif summary.wall_s > 0:
         parts.append(f"{summary.total_samples / summary.wall_s:.1f} samples/s")
-        parts.append(f"here {summary.num_samples} of {summary.total_samples} samples, {summary.world_size} workers")
+        parts.append(f"here {summary.num_samples} of {summary.total_samples} samples, {_workers(summary)}")
     parts += [summary.note] if summary.note else []
     return f"{_moment(summary, num_steps)}: {', '.join(parts)}"
 
@@ -66,12 +66,16 @@ def short_step_text(summary: StepSummary, num_steps: int) -> str:
     parts = [_moment(summary, num_steps), f"loss {summary.loss:.4f}"]
     if summary.wall_s > 0:
         parts.append(f"{summary.total_samples / summary.wall_s:.0f} samples/s")
-    return ", ".join([*parts, f"{summary.world_size} workers"])
+    return ", ".join([*parts, _workers(summary)])
 
 
 def fetched_text(done_bytes: int, total_bytes: int) -> str:
     """Returns the state of a fetch in words."""
     return f"fetching the run's files: {done_bytes / 1e6:.1f} of {total_bytes / 1e6:.1f} MB"
+
+
+def _workers(summary: StepSummary) -> str:
+    return f"{summary.world_size} worker{'s' if summary.world_size != 1 else ''}"
 
 
 def _moment(summary: StepSummary, num_steps: int) -> str:

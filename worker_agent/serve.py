@@ -32,6 +32,7 @@ async def serve(config: ServeConfig, stop: asyncio.Event) -> int:
         tls=config.tls,
         server_tls=config.server_tls,
         insecure=config.insecure,
+        limits=config.limits,
         model=layouts.model,
     )
     async with serving(service) as worker:

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from ayni.endpoints import Address, ClientTls, ServerTls, parse_address
+from ayni.endpoints import Address, ClientTls, ServerLimits, ServerTls, parse_address
 from ayni.servers import TokenInterceptor, add_health_and_reflection, bind, make_server
 from worker_agent.block_engines import announce, make_engines
 from worker_agent.blocks.engines.grpc_engine import Relays
@@ -34,6 +34,7 @@ class ServiceConfig:
     tls: ClientTls
     server_tls: ServerTls
     insecure: bool
+    limits: ServerLimits = field(default_factory=ServerLimits)
     model: str = ""
     """Name of the model whose blocks the worker holds."""
 
@@ -66,7 +67,7 @@ async def block_service(config: ServiceConfig) -> AsyncIterator[BlockService]:
     """
     _SERVER_LOG.addFilter(_is_no_lost_peer)
     relays: Relays = {}
-    server = make_server(TokenInterceptor(config.token))
+    server = make_server(TokenInterceptor(config.token, config.limits), limits=config.limits)
     engines = make_engines(config.blocks, config.token, config.tls, config.insecure, relays)
     worker = LocalBlockWorker(engines=engines, config=config.blocks, model=config.model)
     try:

@@ -124,13 +124,12 @@ class StateBlocks:
         failed = [(b, o) for b, o in zip(blocks, report.outcomes, strict=True) if not o.is_success]
         if failed:
             block, outcome = failed[0]
-            size = self._config.block_bytes
-            why = outcome.failure.message if outcome.failure else f"there is no such object of {size} bytes"
+            if block == 0 and not outcome.failure:
+                raise UnknownObject(_nothing_stored(run_id, steps, self._config), key=name, detail="absent")
+            why = outcome.failure.message if outcome.failure else "there is no such object"
+            count = f"{len(failed)} of {len(keys)} block{'s' if len(keys) > 1 else ''}"
             raise UnknownObject(
-                f"{len(failed)} of {len(keys)} blocks of the {name} can't be loaded, the first is block {block}: {why} "
-                "(state.block_bytes must be that of the run that stored it)",
-                key=name,
-                detail=why,
+                f"{count} of the {name} can't be loaded, the first is block {block}: {why}", key=name, detail=why
             )
 
     async def _open_store(self) -> None:
@@ -147,6 +146,17 @@ class StateBlocks:
                 object_store=_store(self._config),
             )
         )
+
+
+def _nothing_stored(run_id: str, steps: int, config: StateConfig) -> str:
+    """Returns what may be wrong where a state's first block is not there; objects of other blocks have other names."""
+    store = config.store
+    place = "blocks.root another folder" if store.kind == "file" else "the bucket, prefix or endpoint another one"
+    return (
+        f"no state behind step {steps} of run {run_id} is stored in {store.bucket}, in blocks of {config.block_bytes} "
+        f"bytes: was it removed by state.keep, or is {place}, or state.block_bytes another size, than when it was "
+        "stored?"
+    )
 
 
 def _store(config: StateConfig) -> ObjectStoreConfig:

@@ -1,5 +1,11 @@
 """The contract that the coordinator and the workers share."""
 
+import os
+
+# gRPC reads it when it is loaded. It writes to standard error by itself, past the logs and their format, for instance
+# when a stranger's handshake fails; what concerns a call is in the call's error.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+
 __version__ = "0.1.0"
 
 PROTOCOL_VERSION = 1

@@ -13,6 +13,12 @@ from ayni import rpc
 from ayni.credentials import channel_credentials
 from ayni.endpoints import ClientTls, Keepalive, check_dialling_in_clear, parse_address
 
+UNREACHED = (
+    "is it running, is the address right, do both sides use TLS or neither, and does it ask for a client certificate "
+    "(--tls-certificate, --tls-key)?"
+)
+"""What to look at where a coordinator does not answer; the flags are those of whoever calls."""
+
 
 class HeaderChannel(grpc.aio.Channel):
     """A grpc.aio channel whose calls, of all four kinds, carry the same headers.

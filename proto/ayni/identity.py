@@ -24,7 +24,8 @@ def check_identity(worker_name: str, certificate_names: Sequence[str]) -> None:
     named = ", ".join(certificate_names[:_SHOWN]) or "nobody"
     raise IdentityRefused(
         f"the client certificate is of {named} and does not allow the worker name {worker_name!r}; give --name one of "
-        "these names, alone or followed by a dash and more, or give a certificate of this name",
+        "these names, alone or followed by a dash and more, or give a certificate of this name "
+        "(scripts/make_certs.py --worker NAME makes one)",
         worker_name=worker_name,
         certificate=named,
     )

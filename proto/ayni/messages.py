@@ -8,6 +8,7 @@ from ayni.step_values import StepTimes
 from ayni.v1 import coordinator_pb2 as pb
 from ayni.v1 import tensor_pb2
 
+_MAX_SECONDS = 1e9
 _PARTS = ("compute", "exchange", "commit_wait", "update", "data")
 
 
@@ -31,9 +32,14 @@ def dtype_name(value: int) -> str:
         return ""
 
 
+def seconds_of(message: Duration) -> float:
+    """Returns a length of time that was received, in seconds: 0 to 10^9, whatever was sent."""
+    return min(max(message.seconds + message.nanos / 1e9, 0.0), _MAX_SECONDS)
+
+
 def times_of(message: pb.StepTimes) -> StepTimes:
-    """Returns where a worker's time went."""
-    return StepTimes(**{part: getattr(message, part).ToTimedelta().total_seconds() for part in _PARTS})
+    """Returns where a worker's time went; see `seconds_of`."""
+    return StepTimes(**{part: seconds_of(getattr(message, part)) for part in _PARTS})
 
 
 def times_message(times: StepTimes) -> pb.StepTimes:

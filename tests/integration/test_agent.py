@@ -73,7 +73,7 @@ def test_an_interrupted_agent_leaves_and_says_why_and_the_others_go_on(tmp_path:
         assert "interrupted (SIGTERM)" in bee.read_log()
         assert "Traceback" not in bee.read_log()
         server.wait_for_log("worker bee left: interrupted (SIGTERM)")
-        ant.wait_for_log("samples, 1 workers")
+        ant.wait_for_log("samples, 1 worker")
         server.process.send_signal(signal.SIGINT)
         assert ant.end() == 1
         assert "the coordinator was interrupted" in ant.read_log()

@@ -409,11 +409,11 @@ def test_a_wait_for_other_workers_ends_and_says_what_was_waited_for(tmp_path: Pa
 @pytest.mark.parametrize("mutual", [False, True], ids=["TLS", "mTLS"])
 def test_a_run_over_tls(tmp_path: Path, mutual: bool):
     for folder, host in (("ours", "127.0.0.1"), ("foreign", "127.0.0.1")):
-        assert make_certs.main(["--out", str(tmp_path / folder), "--host", host]) == 0
+        assert make_certs.main(["--out", str(tmp_path / folder), "--host", host, "--worker", "ant"]) == 0
     ours = tmp_path / "ours"
     flags = ["--tls-certificate", str(ours / "server.pem"), "--tls-key", str(ours / "server.key")]
     flags += ["--tls-client-ca", str(ours / "ca.pem")] if mutual else []
-    own: dict[str, Any] = {"certificate": ours / "client.pem", "key": ours / "client.key"} if mutual else {}
+    own: dict[str, Any] = {"certificate": ours / "worker-ant.pem", "key": ours / "worker-ant.key"} if mutual else {}
     with coordinator(tmp_path, {**RUN, "min_workers": 1}, *flags) as server:
         with members(server, "ant", tls=ClientTls(ca=ours / "ca.pem", **own)) as [client]:
             [shard] = shards_of([client])

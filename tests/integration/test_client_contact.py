@@ -45,7 +45,8 @@ def free_port() -> int:
 def test_a_coordinator_that_nobody_started_is_given_up_after_the_allowance(caplog):
     address = f"127.0.0.1:{free_port()}"
     with pytest.raises(
-        CoordinatorUnreachable, match=rf"{address} did not answer within 2 s \(\d tries\).*is it running"
+        CoordinatorUnreachable,
+        match=rf"{address} did not answer within 2 s \(\d tries\).*is it running.*does it ask for a client certificate",
     ):
         connect(address, seconds=2)
     tries = [record.message for record in caplog.records]

@@ -270,6 +270,7 @@ def test_status_of_nobody_is_temporary():
     result = command("status", "127.0.0.1:1")
     assert result.returncode == 75
     assert "can't reach a coordinator at 127.0.0.1:1" in result.stderr
+    assert "does it ask for a client certificate (--tls-certificate, --tls-key)?" in result.stderr
 
 
 def test_status_with_a_wrong_token_is_refused(tmp_path):

@@ -12,7 +12,7 @@ import grpc
 import numpy as np
 import pytest
 
-from ayni.errors import LeaseRevoked, RoundRestarted, RunEnded, StaleEpoch
+from ayni.errors import LeaseRevoked, RoundRestarted, RunEnded, StaleEpoch, StepVoided
 from ayni.rpc import error_from
 from ayni.tree import children, cover, root
 from ayni.v1 import coordinator_pb2 as pb
@@ -310,6 +310,79 @@ def test_crash_before_the_commit_makes_the_step_again_in_a_new_epoch(tmp_path):
     assert set(means) == {MEAN}
     assert {answer.total_weight for answer in answers} == {2 * NUM}
     assert [(record.kind, record.step) for record in ledger(tmp_path)] == [("train", 0)]
+
+
+def test_who_comes_while_a_step_is_open_follows_once_it_is_committed(tmp_path):
+    """Its parameters had as many updates as the run when it came, and one less a moment later."""
+    run = {**RUN, "start_workers": 1, "task": {"name": "own:Task"}}
+
+    async def scenario(address):
+        async with elastic_workers(address, "ant") as (ant,):
+            lease = await next_lease(ant)
+            async with elastic_workers(address, "bee") as (bee,):
+                async for response in ant.stub.WatchRun(pb.WatchRunRequest(), timeout=20):
+                    if len(response.snapshot.workers) == 2:
+                        break
+                await mean_of(ant, lease)
+                await commit_all(ant, lease)
+                late = await next_lease(bee)
+                snapshot = (await ant.stub.GetRun(pb.GetRunRequest(), timeout=10)).snapshot
+                return late, {w.worker_name: w.following for w in snapshot.workers}
+
+    with coordinator(tmp_path, run) as process:
+        late, following = asyncio.run(scenario(process.address))
+    assert (late.step, late.microbatch_start) == (1, late.microbatch_stop), "it can't compute step 1"
+    assert following == {"ant": False, "bee": True}
+
+
+def test_broken_stream_of_one_worker_loses_the_work_of_a_dead_one_and_it_is_leased_again(tmp_path):
+    async def scenario(address):
+        async with elastic_workers(address, "ant", "bee", "cat") as (ant, bee, cat):
+            leases = [await next_lease(w) for w in (ant, bee, cat)]
+            call, accepted = await open_contribution(cat, leases[2])
+            await cat.send(call, parts(leases[2]), accepted.chunk_bytes)
+            async for response in ant.stub.WatchRun(pb.WatchRunRequest(), timeout=20):
+                if response.snapshot.received_bytes > 4 * SIZE * len(parts(leases[2])):
+                    break
+            cat.stream.cancel()
+            broken, accepted = await open_contribution(ant, leases[0])
+            await ant.send(
+                broken, [part[: accepted.chunk_bytes // 4] for part in parts(leases[0])], accepted.chunk_bytes
+            )
+            means = [asyncio.create_task(mean_of(w, lease)) for w, lease in zip((ant, bee), leases, strict=False)]
+            extras = [await next_lease(ant), await next_lease(bee)]
+            await asyncio.gather(contribute_extra(ant, extras[0]), contribute_extra(bee, extras[1]))
+            return await asyncio.gather(*means)
+
+    with coordinator(tmp_path, RUN) as process:
+        assert set(asyncio.run(scenario(process.address))) == {MEAN}
+
+
+def test_worker_whose_parameters_differ_is_told_to_throw_them_away_and_the_step_is_made_again(tmp_path):
+    async def scenario(address):
+        async with elastic_workers(address, "ant", "bee", "cat") as workers:
+            leases = [await next_lease(w) for w in workers]
+            await asyncio.gather(*(mean_of(w, lease) for w, lease in zip(workers, leases, strict=True)))
+            asking = []
+            for worker, lease, sha256 in zip(workers, leases, ("aa", "bb", "aa"), strict=True):
+                worker.assignment = lease
+                request = worker.commit_request(weights(lease), parameters_sha256=sha256)
+                asking.append(worker.stub.CommitStep(request, timeout=30))
+            answers = await asyncio.gather(*asking, return_exceptions=True)
+            again = [await next_lease(w) for w in workers]
+            return answers, again, (await workers[0].stub.GetRun(pb.GetRunRequest(), timeout=10)).snapshot
+
+    with coordinator(tmp_path, RUN) as process:
+        answers, again, snapshot = asyncio.run(scenario(process.address))
+        assert "the parameters of bee are not those of the other 2 workers" in process.read_log()
+    assert all(isinstance(error_from(answer), StepVoided) for answer in answers)
+    assert [(lease.step, lease.attempt, lease.discard_state) for lease in again] == [
+        (0, 1, False),
+        (0, 1, True),
+        (0, 1, False),
+    ]
+    assert again[1].microbatch_start == again[1].microbatch_stop
+    assert snapshot.divergences == 1
 
 
 def test_finished_run_refuses_who_comes_too_late(tmp_path):

@@ -102,6 +102,9 @@ def test_a_run_can_be_read_while_its_coordinator_has_it(run):
         (["--run", "/nowhere/toy"], 1, "/nowhere/toy holds no run"),
         ([], 2, "give --run DIR, or --database URL and --run-id ID"),
         (["--run", "x", "--steps", "5"], 2, "not a span of steps"),
+        (["--run", "x", "--steps", "9:5"], 2, "there is no step in '9:5'"),
+        (["--run", "x", "--steps", "5:5"], 2, "there is no step in '5:5'"),
+        (["--run", __file__], 2, "is a file; give the run's folder"),
         (["--database", "mysql://x", "--run-id", "toy"], 2, "database must begin with postgresql://"),
     ],
 )
@@ -109,3 +112,9 @@ def test_wrong_use_is_said_in_a_sentence(arguments, code, words):
     result = command(*arguments)
     assert (result.returncode, words in result.stderr) == (code, True), result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_steps_that_the_run_has_not_made_are_refused(run):
+    result = command("--run", str(run), "--steps", "200:210")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "no step in 200:210 is there: the run has committed steps 0:4" in result.stderr

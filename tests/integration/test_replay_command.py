@@ -102,5 +102,6 @@ def test_a_worker_that_can_not_start_is_shown(run):
     code, result, log = replayed(run, "--steps", "4:6", "--from", "4")
     assert (code, result) == (1, {})
     assert "the replay ended before its steps were there" in log
-    assert "worker.log" in log
+    assert "worker.log:\n" in log
+    assert "they go after --, as in -- --blocks-root DIR" in log
     assert "Traceback" not in log

@@ -50,7 +50,9 @@ def test_a_database_of_a_newer_layout_is_refused(tmp_path):
 
 def test_a_file_that_is_no_database_is_named(tmp_path):
     (tmp_path / "run.sqlite3").write_bytes(os.urandom(8192))
-    with pytest.raises(OSError, match=r"run\.sqlite3 can't be opened: file is not a database"):
+    with pytest.raises(
+        OSError, match=r"run\.sqlite3 can't be opened: file is not a database; restore it from a backup"
+    ):
         open_folder(tmp_path)
 
 

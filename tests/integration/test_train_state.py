@@ -86,7 +86,8 @@ def test_a_state_that_is_not_stored_is_said_to_be_missing(whole_run: tuple[Path,
         agent(server.address, "cat", folder / "lost", "--blocks-root", str(folder / "blocks")) as cat,
     ):
         assert cat.end() == 1
-        assert "1 of 1 blocks of the train state/toy/4 can't be loaded" in cat.read_log()
+        assert "no state behind step 4 of run toy is stored in checkpoints" in cat.read_log()
+        assert "goes on from the state behind step 4 of run toy, waits for 1 worker\n" in server.read_log()
 
 
 def test_a_run_whose_state_can_not_be_stored_goes_on_and_says_why(tmp_path: Path):

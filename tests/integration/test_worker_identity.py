@@ -27,6 +27,14 @@ def certs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_who_makes_certificates_is_told_what_each_is_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert make_certs.main(["--out", str(tmp_path), "--host", "127.0.0.1"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert f"status command: --tls-certificate {tmp_path}/client.pem --tls-key {tmp_path}/client.key" in said
+    assert said[-1].startswith("worker: ")
+    assert said[-1].endswith(f"--ca {tmp_path} --worker NAME")
+
+
 def server_flags(certs: Path, *, mutual: bool = True) -> list[str]:
     own = ["--tls-certificate", str(certs / "server.pem"), "--tls-key", str(certs / "server.key")]
     return [*own, "--tls-client-ca", str(certs / "ca.pem")] if mutual else own

@@ -18,6 +18,7 @@ def test_any_other_name_is_refused_with_both_sides(name: str):
     assert caught.value.metadata == {"worker_name": name, "certificate": "ant, bee.example.org"}
     assert repr(name) in caught.value.message
     assert "is of ant, bee.example.org" in caught.value.message
+    assert "scripts/make_certs.py --worker NAME" in caught.value.message
 
 
 @pytest.mark.parametrize("names", [(), ("",), ("*",), ("*.example.org",)])

@@ -34,6 +34,11 @@ def test_who_publishes_something_new_enough_is_offered_before_anybody_is_asked()
     assert choose(NOW, 8, holders, Failures()) == Ask(worker_id=0)
 
 
+def test_who_has_published_nothing_offers_nothing_to_a_follower_from_the_start() -> None:
+    assert choose(NOW, 0, [holder(0)], Failures()) == Ask(worker_id=0)
+    assert choose(NOW, 0, [holder(0), holder(1, 1)], Failures()) == Offer(route=direct(1), steps=1)
+
+
 def test_of_those_who_publish_the_one_with_the_fewest_readers_serves_and_then_the_fastest() -> None:
     holders = [holder(0, 7, speed=9.0, num_readers=1), holder(1, 7, speed=1.0), holder(2, 7, speed=2.0)]
     assert choose(NOW, 7, holders, Failures()) == Offer(route=direct(2), steps=7)

@@ -7,6 +7,7 @@ import pytest
 
 from ayni.buckets import FLAT, Bucket
 from ayni.errors import (
+    BadRequest,
     Diverged,
     Duplicate,
     NonFinite,
@@ -150,7 +151,7 @@ def test_commit_without_all_buckets_is_refused(step):
 def test_workers_with_other_numbers_of_buckets_are_told(step):
     contribute(step)
     step.commit(ANT, report(1, stats(ANT), ""))
-    with pytest.raises(SpecMismatch, match="worker bee commits 2 buckets; 1 are expected"):
+    with pytest.raises(BadRequest, match="worker bee commits lease 12 with 2 buckets, and has contributed to 1"):
         step.commit(BEE, report(2, stats(BEE), ""))
 
 

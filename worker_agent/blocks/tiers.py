@@ -41,7 +41,8 @@ def make_memory(place: LocalLayout, geometry: Geometry, disk: DiskPlace) -> Memo
         TooLarge, StorageFailed: there is not enough of it.
         IncompatibleLayout: a slab that is there is of another shape.
     """
-    _log.info("making the %s: %d blocks, %.1f MB", place, geometry.config.num_blocks, geometry.config.total_bytes / 1e6)
+    count, size = geometry.config.num_blocks, geometry.config.total_bytes / 1e6
+    _log.info("making the %s: %d block%s, %.1f MB", place, count, "s" if count != 1 else "", size)
     if place.tier is Tier.DISK:
         return _slab(place, geometry, disk)
     if has_cuda():

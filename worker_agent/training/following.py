@@ -75,7 +75,7 @@ class Follower:
             self.is_active, self._began = True, time.perf_counter()
             self._start_afresh(step)
         elif step != self._first + len(self._steps):
-            log.info("the run goes on with step %d: the means of %d steps are dropped", step, len(self._steps))
+            log.info("the run goes on with step %d: the means of %s are dropped", step, _steps(len(self._steps)))
             self._start_afresh(step)
 
     def keep(self, lease: ShardAssignment, commit: Commit, means: Mapping[Bucket, Vector]) -> None:
@@ -83,7 +83,7 @@ class Follower:
         size = sum(values.nbytes for values in means.values())
         if self._steps and self._bytes + size > self._limit:
             reason = (
-                f"the means of {len(self._steps)} steps since step {self._first} take {self._bytes:,} bytes, and no "
+                f"the means of {_steps(len(self._steps))} since step {self._first} take {self._bytes:,} bytes, and no "
                 f"state has come to apply them to; follow_bytes allows {self._limit:,}"
             )
             log.warning("%s; they are dropped, and another state is asked for", reason)
@@ -124,10 +124,10 @@ class Follower:
         """Ends following."""
         seconds = time.perf_counter() - self._began if self.is_active else 0.0
         log.info(
-            "caught up with the run after %.1f s: the state behind step %d, and the means of %d steps since",
+            "caught up with the run after %.1f s: the state behind step %d, and the means of %s since",
             seconds,
             state.completed_steps,
-            completed_steps - state.completed_steps,
+            _steps(completed_steps - state.completed_steps),
         )
         self.is_active = False
         self._drop()
@@ -139,3 +139,7 @@ class Follower:
 
     def _drop(self) -> None:
         self._steps, self._bytes = [], 0
+
+
+def _steps(count: int) -> str:
+    return f"{count} step" if count == 1 else f"{count} steps"

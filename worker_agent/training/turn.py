@@ -76,13 +76,13 @@ class Turn:
             )
 
     def _take_on(self, lease: ShardAssignment) -> Shard:
-        log.info(
-            "step %d: taking on %d more micro-batches, %d to %d",
-            lease.step,
-            len(lease.microbatches),
-            lease.microbatch_start,
-            lease.microbatch_stop - 1,
+        first, last = lease.microbatch_start, lease.microbatch_stop - 1
+        what = (
+            f"{last - first + 1} more micro-batches, {first} to {last}"
+            if last > first
+            else f"micro-batch {first} as well"
         )
+        log.info("step %d: taking on %s", lease.step, what)
         shard = Shard(lease)
         self.extras.append(shard)
         return shard
