@@ -31,9 +31,8 @@ PLACE = LocalLayout(tier=Tier.HOST)
 _ROUTE = "train state"
 _HOLDING = "grpc"
 """Engine for which a peer holds the blocks that it is asked for until they have been sent."""
-_TRIES = 5
 _BUSY_S = 0.1
-"""How often, and how soon after, a peer is asked again that is publishing just then."""
+"""Pause before a peer that is publishing is asked again."""
 
 
 class StatePull:
@@ -75,14 +74,15 @@ class StatePull:
         return [half for half in (range(total // 2), range(total // 2, total)) if half]
 
     async def _pull_held(self) -> str:
-        """Pulls in one stream; a peer that is publishing at the moment is asked again soon."""
+        """Pulls in one stream; a peer that is publishing at the moment is asked again, until the deadline."""
         everything = [range(self._layout.config.num_blocks)]
-        for _ in range(_TRIES - 1):
+        while True:
             try:
                 return await self._pull(_HOLDING, everything)
             except BlockBusy:
+                if asyncio.get_running_loop().time() + _BUSY_S >= self._deadline:
+                    raise
                 await asyncio.sleep(_BUSY_S)
-        return await self._pull(_HOLDING, everything)
 
     async def _pull(self, engine: str, parts: list[range]) -> str:
         """Pulls all parts at the same time; returns the engines that they came through."""

@@ -68,7 +68,7 @@ def test_a_step_outlasts_a_lost_connection(url, tmp_path: Path):
 
         asyncio.run(scenario())
         log = process.read_log()
-    assert "can't be written to postgresql://127.0.0.1" in log
+    assert "step 0 can't be written, and is tried again: " in log
     assert "connected again to postgresql://127.0.0.1" in log
     assert postgres.PASSWORD not in log
     with contextlib.closing(open_database(url, "raw")) as store:

@@ -1,7 +1,9 @@
 """A worker joins in the middle of a run and is handed the state while the others train; the result is the same."""
 
 import contextlib
+import select
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -114,12 +116,22 @@ def test_when_the_worker_that_serves_the_state_dies_another_serves_it(tmp_path: 
             cat = stack.enter_context(agent(server.address, "cat", tmp_path, **stopped))
             server.wait_for_log("worker cat joined", 60)
         server.wait_for_log("offered worker cat the state behind step", 60)
+        cat.wait_for_log("failpoint worker.onboarding.half: stop")
+        wait_until_stopped(cat.process.pid)
         first, second = (ant, bee) if "from worker ant" in line_of(server, "offered worker cat") else (bee, ant)
         first.process.kill()
         server.wait_for_log("worker cat did not get the state", 60)
         cat.process.send_signal(signal.SIGCONT)
         server.wait_for_log("worker cat is up to date", 60)
         assert ended(server, second, cat) == {undisturbed}
+
+
+def wait_until_stopped(pid: int, timeout: float = 20.0) -> None:
+    """Waits until a process stands still: what it says shortly before is not proof of it."""
+    deadline = time.monotonic() + timeout
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        assert time.monotonic() < deadline, f"process {pid} goes on"
+        select.select([], [], [], 0.02)
 
 
 def line_of(server: CoordinatorProcess, text: str) -> str:

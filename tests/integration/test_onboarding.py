@@ -158,7 +158,7 @@ def test_a_stored_state_is_loaded(tmp_path: Path):
         store(giver, 5)
         offer = StateOffer(offer_id=1, completed_steps=5, run_id=RUN_ID)
         assert same(taker.onboarding().take(offer).result(LIMIT_S), 5)
-        with pytest.raises(UnknownObject, match="train state/handed/6"):
+        with pytest.raises(UnknownObject, match="no state behind step 6 of run handed is stored"):
             taker.onboarding().take(replace(offer, completed_steps=6)).result(LIMIT_S)
 
 
