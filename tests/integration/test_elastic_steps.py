@@ -27,7 +27,7 @@ RUN: dict[str, Any] = {
     "min_workers": 1,
     "start_workers": 3,
     "batch": {"samples": 16, "microbatches": NUM},
-    "stragglers": {"shortest": "300ms", "longest": "15s"},
+    "stragglers": {"shortest": "15s", "longest": "15s"},
     "timeouts": {"shutdown": "1s", "heartbeat_interval": "200ms", "lease": "20s", "accept": "21s"},
 }
 GRADIENTS = [np.random.default_rng(m).standard_normal(SIZE).astype(np.float32) for m in range(NUM)]
