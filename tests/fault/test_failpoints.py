@@ -29,6 +29,8 @@ RUN: dict[str, Any] = {
     "batch": {"samples": BATCH, "microbatches": 6},
     "optimizer": {"name": "adamw", "learning_rate": 3.0e-3, "update": "host"},
 }
+SLOW = {"task": {"name": "scripts.chaos_task:ChaosTask", "options": {"num_samples": 100, "device_ms": 5 * DEVICE_MS}}}
+"""Leaves a worker that dies twice the time to come back twice."""
 STORED = {"state": {"publish_every": 4, "store_every": 4}}
 DIES_IN_STEP = "worker.lease.taken=kill@4"
 """Makes a worker one that has to be given the run's state when it comes back."""
@@ -79,8 +81,8 @@ CASES = {
     "worker.commit.received": on_bee("worker.commit.received", 4),
     "worker.updated": on_bee("worker.updated", 4),
     "worker.state.published": on_bee("worker.state.published", run=STORED),
-    "worker.onboarding.half": Case(bee=(DIES_IN_STEP, "worker.onboarding.half=kill"), deaths=("bee", "bee")),
-    "worker.onboarding.done": Case(bee=(DIES_IN_STEP, "worker.onboarding.done=kill"), deaths=("bee", "bee")),
+    "worker.onboarding.half": Case(bee=(DIES_IN_STEP, "worker.onboarding.half=kill"), run=SLOW, deaths=("bee", "bee")),
+    "worker.onboarding.done": Case(bee=(DIES_IN_STEP, "worker.onboarding.done=kill"), run=SLOW, deaths=("bee", "bee")),
     "worker.checkpoint.written": Case(
         ant=("worker.checkpoint.written=kill@2",), flags=("--checkpoint-every", "3"), deaths=("ant",)
     ),
