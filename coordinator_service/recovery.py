@@ -64,7 +64,8 @@ class Recovery:
         if source is None:
             return None
         if source[1] == self._progress.committed_steps:
-            return 0.0
+            # Once it has gone back, it waits for the members to load what they were offered.
+            return None if self._run.stored_source == source else 0.0
         self._since = self._since or now
         return max(0.0, self._since + self._run.file.timeouts.rejoin.total_seconds() - now)
 
@@ -83,6 +84,8 @@ class Recovery:
         if self._epochs.able:
             return sentence
         source = self._source()
+        if source and source[1] == committed:
+            return f"{sentence}; the state behind step {committed} is stored, and is loaded from there"
         lacking = f"{sentence}; nobody here has the state behind step {committed}"
         if source is None:
             return f"{lacking}, and none is stored"

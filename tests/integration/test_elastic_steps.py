@@ -18,6 +18,7 @@ from ayni.tree import children, cover, root
 from ayni.v1 import coordinator_pb2 as pb
 from coordinator_service.store import open_folder
 from coordinator_service.store_records import CommitRecord
+from coordinator_service.stored_states import STORED_STEPS
 from tests.support.coordinator import RawWorker, coordinator, raw_worker, refusal
 
 NUM, SIZE = 8, 700_000
@@ -383,6 +384,32 @@ def test_worker_whose_parameters_differ_is_told_to_throw_them_away_and_the_step_
     ]
     assert again[1].microbatch_start == again[1].microbatch_stop
     assert snapshot.divergences == 1
+
+
+def test_run_whose_newest_state_is_stored_goes_on_from_there_at_once_and_says_so_once(tmp_path):
+    run = {**RUN, "start_workers": 1, "task": {"name": "own:Task"}}
+
+    async def one_step(address):
+        async with elastic_workers(address, "ant") as (ant,):
+            lease = await next_lease(ant)
+            await mean_of(ant, lease)
+            await commit_all(ant, lease)
+
+    async def come_fresh(address):
+        async with elastic_workers(address, "bee") as (bee,):
+            while not (frame := await bee.next_frame(waiting=True)).HasField("offer"):
+                pass
+            return frame.offer
+
+    with coordinator(tmp_path, run) as process:
+        asyncio.run(one_step(process.address))
+    with contextlib.closing(open_folder(tmp_path / "state" / "elastic")) as store:
+        store.set_facts({STORED_STEPS: "1"})
+    with coordinator(tmp_path, run) as process:
+        offer = asyncio.run(come_fresh(process.address))
+        assert process.read_log().count("the run goes on from the stored state behind step 1") == 1
+        assert "goes back" not in process.read_log()
+    assert (offer.completed_steps, offer.stored.run_id) == (1, "elastic")
 
 
 def test_finished_run_refuses_who_comes_too_late(tmp_path):
