@@ -48,6 +48,8 @@ class Driver:
         self._file = run.file
         self._epochs = run.epochs
         self._progress = run.progress
+        self._announced = run.epochs.core.epoch.number
+        """Number of the newest epoch that is in the store."""
         self._suspending = asyncio.Event()
         self._last_step: int | None = None
         """Step that a run that is being suspended does not begin any more; None when it is not known yet."""
@@ -147,10 +149,11 @@ class Driver:
 
     def _remember_last(self) -> None:
         """Lets workers that never heard of the last commits ask again."""
-        for record in self._store.commits()[-2:]:
+        commits = self._store.commits()
+        for record in commits[-2:]:
             moment = Moment(epoch=record.epoch, step=record.step, attempt=record.attempt)
             self._run.remember(moment, record.kind, record.told())
-        evaluations = [record for record in self._store.commits() if record.kind == "evaluate"]
+        evaluations = [record for record in commits if record.kind == "evaluate"]
         self._progress.evaluated_steps = max((record.step for record in evaluations), default=0)
         self._progress.best = max((plan.score_of(self._file, record) for record in evaluations), default=None)
 
@@ -232,8 +235,7 @@ class Driver:
 
     async def _announce(self, epoch: Epoch) -> None:
         """Keeps a new membership before anybody hears of it: its number must never be used again."""
-        last = self._store.last_epoch()
-        if last and last.number >= epoch.number:
+        if epoch.number <= self._announced:
             return
         record = EpochRecord(
             number=epoch.number,
@@ -242,6 +244,10 @@ class Driver:
             unix_time=time.time(),
         )
         await asyncio.to_thread(self._store.begin_epoch, record)
+        self._announced = epoch.number
+        if not self._progress.has_begun:
+            agreed = self._epochs.core.agreed
+            await asyncio.to_thread(self._store.set_facts, {n: agreed[n] for n in AGREEMENTS if agreed.get(n)})
         await self._run.decide_update(epoch)
         failpoints.hit("coordinator.epoch.stored")
 
@@ -325,8 +331,6 @@ class Driver:
         """Notes what a training step's commit means for the members."""
         if live.core.step == self._progress.first_step:
             self._epochs.forget_initial_hashes()
-            agreed = self._epochs.core.agreed
-            self._store.set_facts({name: agreed[name] for name in AGREEMENTS if agreed.get(name)})
         for seat in late:
             _log.warning("worker %s was left behind at step %d", seat.member.name, live.core.step)
             seat.follow()

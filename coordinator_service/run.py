@@ -47,6 +47,9 @@ _log = logging.getLogger(__name__)
 _FATAL = (NonFinite, SpecMismatch, BadChunk, WeightMismatch)
 """Refusals of a contribution's content: unless a policy tolerates it, they halt the run and name the worker."""
 
+_OWN_FAULT = (BadChunk, BadRequest, Checksum, WeightMismatch)
+"""Refusals that say nothing about other workers: whoever gets one contradicts itself, or sends what can't be read."""
+
 _REMEMBERED = 8
 """Commits that are answered again."""
 
@@ -232,20 +235,17 @@ class Run:
 
     def note_refusal(self, error: AyniError, seat: Seat) -> None:
         """A contribution was refused. If its content is wrong, policy says what becomes of the worker and the run."""
-        if not isinstance(error, _FATAL):
-            return
-        if seat.elastic and isinstance(error, BadChunk | WeightMismatch):
-            self.epochs.expel(seat.member.worker_id, error.message)  # It contradicts itself; others do its work.
-        elif self.conduct.tolerates(error) and seat.elastic:
-            self.conduct.refuse(seat, error)
-        else:
-            self.halt(error, seat.member.name)
+        if isinstance(error, _FATAL):
+            self._blame(error, seat)
 
     def note_failure(self, error: AyniError, seat: Seat) -> None:
         """A contribution that had begun failed: unless the step itself took it back, its worker is to blame."""
-        if isinstance(error, StepVoided | Halted | RoundRestarted | LeaseRevoked):
-            return
-        if seat.elastic and isinstance(error, BadChunk | BadRequest | Checksum | WeightMismatch):
+        if not isinstance(error, StepVoided | Halted | RoundRestarted | LeaseRevoked):
+            self._blame(error, seat)
+
+    def _blame(self, error: AyniError, seat: Seat) -> None:
+        """Lets a worker go whose work others can do; otherwise the run stops."""
+        if seat.elastic and isinstance(error, _OWN_FAULT):
             self.epochs.expel(seat.member.worker_id, error.message)
         elif self.conduct.tolerates(error) and seat.elastic:
             self.conduct.refuse(seat, error)

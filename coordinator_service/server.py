@@ -136,7 +136,7 @@ def _refuse_to_resume(file: RunFile, store: RunStore) -> None:
         SettingsError: says which.
     """
     facts, steps = store.facts(), store.committed_steps()
-    if FINISHED in facts:
+    if FINISHED in facts and int(facts[FINISHED]) >= file.num_steps:
         raise SettingsError(
             f"run {file.run_id!r} in {store.path} is finished, after {steps} steps: give another run_id, or --fresh to "
             "throw its steps away"
