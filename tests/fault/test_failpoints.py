@@ -30,7 +30,7 @@ RUN: dict[str, Any] = {
     "optimizer": {"name": "adamw", "learning_rate": 3.0e-3, "update": "host"},
 }
 SLOW = {"task": {"name": "scripts.chaos_task:ChaosTask", "options": {"num_samples": 100, "device_ms": 5 * DEVICE_MS}}}
-"""Leaves a worker that dies twice the time to come back twice."""
+"""Leaves a worker that dies the time to come back before the run is over, twice if need be."""
 STORED = {"state": {"publish_every": 4, "store_every": 4}}
 DIES_IN_STEP = "worker.lease.taken=kill@4"
 """Makes a worker one that has to be given the run's state when it comes back."""
@@ -69,7 +69,7 @@ CASES = {
     "coordinator.commit.stored": on_coordinator("coordinator.commit.stored", 4),
     "coordinator.commit.told": on_coordinator("coordinator.commit.told", 7),
     "coordinator.offer.sent": on_coordinator(
-        "coordinator.offer.sent", bee=(DIES_IN_STEP,), deaths=("bee", "coordinator")
+        "coordinator.offer.sent", bee=(DIES_IN_STEP,), run=SLOW, deaths=("bee", "coordinator")
     ),
     "coordinator.state.blocks_put": on_coordinator("coordinator.state.blocks_put", run=STORED),
     "coordinator.state.stored": on_coordinator("coordinator.state.stored", run=STORED),
@@ -130,7 +130,8 @@ def test_death_at_this_place_loses_nothing(name: str, tmp_path: Path, undisturbe
         both.start_agent("bee")
         both.finish(LONGEST_RUN_S)
         assert was_hit(both, name), f"nobody came to {name}:\n{both.logs()}"
-        assert tuple(both.deaths) == case.deaths, both.logs()
+        # Two that die within a moment are found in either order.
+        assert sorted(both.deaths) == sorted(case.deaths), both.logs()
     assert final_hash(tmp_path) == undisturbed
 
 

@@ -76,6 +76,8 @@ class Crew:
         self._context = fork_server()
         self._agents: dict[str, ForkServerProcess] = {}
         self._starts: dict[str, int] = {}
+        self._log_starts: dict[str, int] = {}
+        """Where in its log an agent's latest start begins, in bytes."""
         self._coordinator: subprocess.Popen | None = None
         self.deaths: list[str] = []
         """Who was killed, in order."""
@@ -105,6 +107,7 @@ class Crew:
         """Starts an agent; what is armed depends on how often it was started."""
         start = self._starts.get(name, 0)
         self._starts[name] = start + 1
+        self._log_starts[name] = self.log(name).stat().st_size if start else 0
         armed = self.agent_failpoints.get(name, ())
         extra = {VARIABLE: armed[start]} if start < len(armed) else {}
         arguments = [
@@ -134,8 +137,16 @@ class Crew:
             select.select([], [], [], _POLL_S)
         assert self._coordinator.returncode == 0, self.logs()
         for name, process in self._agents.items():
+            if self._came_too_late(name):
+                process.kill()
+                continue
             process.join(max(1.0, deadline - time.monotonic()))
             assert process.exitcode == 0, f"{name} ended with {process.exitcode}:\n{self.logs()}"
+
+    def _came_too_late(self, name: str) -> bool:
+        """Whether an agent that was started again found the run over, with nobody left to ask."""
+        said = self.log(name).read_bytes()[self._log_starts[name] :]
+        return self._starts[name] > 1 and b"loading task" not in said
 
     def look_after(self) -> None:
         """Starts again whoever was killed."""

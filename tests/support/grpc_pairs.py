@@ -70,7 +70,8 @@ async def connected(memory: Memory, servicer_class: type[Servicer] = Servicer) -
             yield Pair(link, lender, servicer)
         finally:
             await link.close()
-    assert lender.lent == [], "blocks are still lent"
+    # A call that the server's end has cancelled takes a moment to give its blocks back.
+    await lender.idle()
 
 
 def geometry(order: AxisOrder = NHD, kind: LayoutKind = FC, **fields: Any) -> Geometry:
