@@ -2,19 +2,20 @@
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from ayni.errors import AyniError, Diverged, NonFinite, Quarantined, StepVoided
 from ayni.step_values import Report
 from coordinator_service.audit import judge
 from coordinator_service.config import RunFile
 from coordinator_service.epochs import Epochs, Seat
-from coordinator_service.leases import Lease, Totals
+from coordinator_service.leases import Lease
 from coordinator_service.live import LiveStep
 from coordinator_service.norms import NormHistory
 from coordinator_service.progress import Progress
 from coordinator_service.steps import compare_hashes
-from coordinator_service.store import RunStore
+from coordinator_service.store_records import CommitRecord
+from coordinator_service.writing import Notes
 
 _log = logging.getLogger(__name__)
 
@@ -25,15 +26,26 @@ SHUT_OUT = "shut_out/"
 class Conduct:
     """Applies the run's policies to its members."""
 
-    def __init__(self, file: RunFile, epochs: Epochs, progress: Progress, store: RunStore) -> None:
-        """Takes over whom an earlier process has shut out."""
+    def __init__(
+        self, file: RunFile, epochs: Epochs, progress: Progress, notes: Notes, facts: Mapping[str, str]
+    ) -> None:
+        """Takes over whom an earlier process has shut out, as the store's facts say."""
         self._file = file
         self._epochs = epochs
         self._progress = progress
-        self._store = store
+        self._notes = notes
         self._norms = NormHistory()
-        given = {k.removeprefix(SHUT_OUT): v for k, v in store.facts().items() if k.startswith(SHUT_OUT)}
+        given = {k.removeprefix(SHUT_OUT): v for k, v in facts.items() if k.startswith(SHUT_OUT)}
         epochs.core.shut_out.update({name: int(strikes) for name, strikes in given.items()})
+
+    def remember(self, records: Iterable[CommitRecord]) -> None:
+        """Counts the strikes of all commits so far: they end neither with a membership nor with a process."""
+        strikes, shut_out = self._epochs.core.strikes, self._epochs.core.shut_out
+        for record in records:
+            strikes.update(record.skipped_of().values())
+        if self._file.non_finite == "quarantine":
+            late = {name: count for name, count in strikes.items() if count >= self._file.quarantine_after}
+            shut_out.update({name: count for name, count in late.items() if name not in shut_out})
 
     def tolerates(self, error: AyniError) -> bool:
         """Returns whether the run goes on in spite of a contribution that was refused with this error."""
@@ -41,10 +53,11 @@ class Conduct:
 
     def refuse(self, seat: Seat, error: AyniError) -> None:
         """Ends the membership of a worker that let values through which it had to find itself."""
-        seat.strikes += 1
+        name, strikes = seat.member.name, self._epochs.core.strikes
+        strikes[name] += 1
         if self._file.non_finite == "quarantine":
-            seat.strikes = max(seat.strikes, self._file.quarantine_after)
-            self._shut_out(seat)
+            strikes[name] = max(strikes[name], self._file.quarantine_after)
+            self._shut_out(name)
         else:
             self._epochs.expel(seat.member.worker_id, error.message)
 
@@ -65,17 +78,17 @@ class Conduct:
                 norm,
             )
 
-    def note_commit(self, live: LiveStep, totals: Totals) -> None:
+    def note_commit(self, label: str, record: CommitRecord) -> None:
         """Counts the micro-batches that were skipped, against those who computed them."""
-        for microbatch in totals.skipped:
+        core, skipped = self._epochs.core, record.skipped_of()
+        for microbatch, name in skipped.items():
             self._progress.skipped_microbatches += 1
-            holder = [x for x, _ in live.core.contributions() if x.start <= microbatch < x.stop]
-            name = holder[0].worker_name if holder else "(gone)"
-            _log.warning("%s: micro-batch %d of worker %s is not finite: skipped", live.core.label, microbatch, name)
-            if holder and (seat := self._epochs.seats.get(holder[0].worker_id)):
-                seat.strikes += 1
-                if self._file.non_finite == "quarantine" and seat.strikes >= self._file.quarantine_after:
-                    self._shut_out(seat)
+            core.strikes[name] += 1
+            _log.warning("%s: micro-batch %d of worker %s is not finite: skipped", label, microbatch, name)
+        for name in dict.fromkeys(skipped.values()):
+            is_too_many = core.strikes[name] >= self._file.quarantine_after
+            if self._file.non_finite == "quarantine" and is_too_many and name not in core.shut_out:
+                self._shut_out(name)
 
     def audit(self, live: LiveStep) -> None:
         """Compares the workers' parameter hashes.
@@ -110,11 +123,12 @@ class Conduct:
     def _names(self, hashes: Mapping[int, str]) -> dict[int, str]:
         return dict(zip(hashes, self._epochs.core.names(hashes), strict=True))
 
-    def _shut_out(self, seat: Seat) -> None:
-        name, strikes = seat.member.name, seat.strikes
+    def _shut_out(self, name: str) -> None:
+        strikes = self._epochs.core.strikes[name]
         self._epochs.core.shut_out[name] = strikes
-        self._store.set_facts({SHUT_OUT + name: str(strikes)})
+        self._notes.add({SHUT_OUT + name: str(strikes)})
         sentence = f"worker {name!r} was shut out of the run: {strikes} of its micro-batches were not finite"
         _log.error("%s", sentence)
         error = Quarantined(sentence, worker_name=name, strikes=strikes)
-        self._epochs.expel(seat.member.worker_id, sentence, error)
+        for seat in [seat for seat in self._epochs.seats.values() if seat.member.name == name]:
+            self._epochs.expel(seat.member.worker_id, sentence, error)

@@ -10,6 +10,7 @@ from typing import Any
 
 from ayni import failpoints
 from ayni.errors import Diverged, Halted, StepVoided
+from ayni.step_values import Origin
 from coordinator_service import plan
 from coordinator_service.epochs import Seat
 from coordinator_service.leases import Moment, Totals
@@ -18,20 +19,14 @@ from coordinator_service.membership import Epoch
 from coordinator_service.onboarding import Onboarding
 from coordinator_service.recovery import Recovery
 from coordinator_service.run import AGREEMENTS, Run
-from coordinator_service.sql_store import AlreadyThere
 from coordinator_service.state_keeper import StateKeeper
 from coordinator_service.step_opening import StepOpening
-from coordinator_service.store import TakenOver
-from coordinator_service.store_records import CommitRecord, EpochRecord
-from coordinator_service.values import Waiting
+from coordinator_service.store_records import EpochRecord
 
 _log = logging.getLogger(__name__)
 
 FINISHED = "finished_steps"
 """Fact of the store: the run has reached its last step, and how many that were."""
-
-_AGAIN_S = 1.0
-"""Pause before a commit that could not be written is written again."""
 
 
 class Driver:
@@ -45,6 +40,7 @@ class Driver:
         self._onboarding = onboarding
         self._opening = StepOpening(run)
         self._store = run.store
+        self._writing = run.writing
         self._file = run.file
         self._epochs = run.epochs
         self._progress = run.progress
@@ -53,22 +49,24 @@ class Driver:
         self._suspending = asyncio.Event()
         self._last_step: int | None = None
         """Step that a run that is being suspended does not begin any more; None when it is not known yet."""
+        self._remember()
 
     async def drive(self) -> None:
         """Makes every step, then says goodbye. Ends early when the run is halted."""
         ticks = self._file.timeouts.heartbeat_interval.total_seconds()
         beside = [
             asyncio.create_task(self._epochs.watch_leases(ticks)),
+            asyncio.create_task(self._run.notes.keep()),
             asyncio.create_task(self._keeper.keep()),
             asyncio.create_task(self._onboarding.keep()),
         ]
         try:
-            self._remember_last()
             await self._make_all()
         except OSError as error:
             # The workers are not sent away: they have the run's state, and the next coordinator needs them.
             _log.error("the run's state can't be kept in %s: %s", self._store.path, error)
-            self._progress.suspend()
+            if not self._progress.ended:
+                self._progress.suspend()
         except Exception as error:
             _log.exception("the coordinator failed")
             self._run.halt(Halted(f"the coordinator failed: {error!r}", detail=repr(error)))
@@ -88,7 +86,8 @@ class Driver:
         """
         keeps = bool(self._file.state.store_every) and bool(self._epochs.able)
         within = self._file.timeouts.shutdown.total_seconds()
-        _log.info("suspending the run within %g s%s", within, ", with its state stored" if keeps else "")
+        first = "; its state is stored first, if its workers stay" if keeps else ""
+        _log.info("suspending the run within %g s%s", within, first)
         self._last_step = self._progress.committed_steps if not keeps or self._run.live is None else None
         for seat in self._epochs.able if keeps else ():
             seat.publish_requested = True
@@ -110,6 +109,10 @@ class Driver:
                 making.result()
         finally:
             suspending.cancel()
+        committed, stored = self._progress.committed_steps, self._progress.stored_steps
+        if self._progress.state == "suspended" and self._file.state.store_every and stored < committed:
+            newest = f"the newest stored one is that behind step {stored}" if stored else "none is"
+            _log.warning("suspended without the state behind step %d being stored: %s", committed, newest)
 
     async def _make_each(self) -> None:
         while work := self._next_work():
@@ -121,7 +124,8 @@ class Driver:
         await self._recovery.farewell()
         await self._keeper.settle(self._progress.committed_steps)
         if not self._progress.ended:
-            await asyncio.to_thread(self._store.set_facts, {FINISHED: str(self._progress.committed_steps)})
+            finished = {FINISHED: str(self._progress.committed_steps)}
+            await self._writing.write("that the run is finished", self._store.set_facts, finished)
             self._progress.finish()
             self._run.goodbye("the last step is committed", finished=True)
 
@@ -147,15 +151,17 @@ class Driver:
                 while any(seat.beats == beats.get(seat.member.worker_id) for seat in self._epochs.able):
                     await self._epochs.heard.wait()
 
-    def _remember_last(self) -> None:
-        """Lets workers that never heard of the last commits ask again."""
+    def _remember(self) -> None:
+        """Takes over what was committed before: workers that never heard of the last commits may ask again."""
         commits = self._store.commits()
+        self._run.conduct.remember([*self._store.superseded(), *commits])
+        for record in commits:
+            if record.kind == "train":
+                self._run.states.lineage.note(record.step, Origin(epoch=record.epoch, attempt=record.attempt))
         for record in commits[-2:]:
             moment = Moment(epoch=record.epoch, step=record.step, attempt=record.attempt)
             self._run.remember(moment, record.kind, record.told())
-        evaluations = [record for record in commits if record.kind == "evaluate"]
-        self._progress.evaluated_steps = max((record.step for record in evaluations), default=0)
-        self._progress.best = max((plan.score_of(self._file, record) for record in evaluations), default=None)
+        self._progress.evaluated_steps, self._progress.best = plan.evaluated(self._file, commits)
 
     def _next_work(self) -> tuple[str, int] | None:
         """Returns kind and step of what comes next; None at the end."""
@@ -189,8 +195,6 @@ class Driver:
                 self._halt_if_hopeless(live.core.label, attempt, voided.message)
             except (Diverged, Halted) as error:
                 self._run.halt(error)
-            except OSError as error:
-                raise OSError(f"the commit of {live.core.label} can't be written: {error}") from error
             finally:
                 watching.cancel()
                 live.close()
@@ -220,6 +224,7 @@ class Driver:
                 if all(worker in self._epochs.seats for worker in epoch.workers):
                     return epoch
                 continue
+            await self._recovery.pass_over()
             patience = self._recovery.patience()
             if self._suspending.is_set():
                 self._progress.suspend()
@@ -243,11 +248,12 @@ class Driver:
             committed_steps=self._progress.committed_steps,
             unix_time=time.time(),
         )
-        await asyncio.to_thread(self._store.begin_epoch, record)
+        await self._writing.write(f"epoch {epoch.number}", self._store.begin_epoch, record)
         self._announced = epoch.number
         if not self._progress.has_begun:
-            agreed = self._epochs.core.agreed
-            await asyncio.to_thread(self._store.set_facts, {n: agreed[n] for n in AGREEMENTS if agreed.get(n)})
+            agreed = {name: self._epochs.core.agreed.get(name, "") for name in AGREEMENTS}
+            said = {name: value for name, value in agreed.items() if value}
+            await self._writing.write("what the workers agree on", self._store.set_facts, said)
         await self._run.decide_update(epoch)
         failpoints.hit("coordinator.epoch.stored")
 
@@ -274,11 +280,12 @@ class Driver:
         return bool(self._file.audit_every) and live.core.step % self._file.audit_every == 0
 
     async def _commit(self, live: LiveStep, totals: Totals) -> None:
-        committed = plan.committed(self._file, live.core, totals, self._progress.best)
         late = self._left_behind(live)
+        writer = self._epochs.writer([worker for worker in live.epoch.workers if live.core.has_committed(worker)])
+        committed = plan.committed(self._file, live.core, totals, self._progress.best, writer)
         names = [seat.member.name for seat in late]
         record = plan.record(self._file, live.core, live.layout, committed, names, time.time())
-        await self._write(live, record)
+        await self._writing.write(f"the commit of {live.core.label}", self._store.commit, record)
         failpoints.hit("coordinator.commit.stored")
         if live.ended.done():
             raise Halted(f"the run ended while {live.core.label} was being written", detail=live.core.label)
@@ -288,38 +295,9 @@ class Driver:
         if live.core.kind == "train":
             self._settle_members(live, late)
         live.ended.set_result(committed)
-        self._run.conduct.note_commit(live, totals)
+        self._run.conduct.note_commit(live.core.label, record)
         _log.info("%s", plan.sentence(live.core, committed, self._progress.step_seconds))
         self._run.changed.notify()
-
-    async def _write(self, live: LiveStep, record: CommitRecord) -> None:
-        """Writes a commit; while that fails, everybody waits, as long as a step may take. Nothing is lost by that."""
-        began = time.monotonic()
-        end = began + self._file.timeouts.step.total_seconds()
-        while True:
-            try:
-                await asyncio.to_thread(self._store.commit, record)
-            except (TakenOver, AlreadyThere):
-                raise
-            except OSError as error:
-                if time.monotonic() > end or live.ended.done():
-                    raise
-                self._wait_for_store(live, error)
-                await asyncio.sleep(_AGAIN_S)
-            else:
-                if self._progress.waiting:
-                    self._progress.go()
-                    _log.info("%s was written after %.0f s", live.core.label, time.monotonic() - began)
-                return
-
-    def _wait_for_store(self, live: LiveStep, error: OSError) -> None:
-        """Says that everybody waits for the disk or the database."""
-        told = Waiting(reason=f"{live.core.label} can't be written, and is tried again: {error}")
-        if self._progress.waiting != told:
-            self._progress.waiting = told
-            _log.error("%s", told.reason)
-            self._epochs.broadcast(told)
-            self._run.changed.notify()
 
     def _left_behind(self, live: LiveStep) -> list[Seat]:
         """Returns the members that the step goes on without."""
@@ -333,7 +311,7 @@ class Driver:
             self._epochs.forget_initial_hashes()
         for seat in late:
             _log.warning("worker %s was left behind at step %d", seat.member.name, live.core.step)
-            seat.follow()
+            self._run.states.follow(seat)
         self._mark_outsiders(live)
         for worker in live.publishers:
             publisher = self._epochs.seats.get(worker)
@@ -348,7 +326,7 @@ class Driver:
             if not (is_outside and self._file.task.name) or seat.completed_steps == committed:
                 continue
             if seat.elastic:
-                seat.follow()
+                self._run.states.follow(seat)
             else:
                 self._epochs.expel(worker, f"its parameters have had {seat.completed_steps} updates, not {committed}")
 

@@ -4,11 +4,11 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from ayni.errors import AyniError, UnknownWorker
-from ayni.step_values import StepTimes
+from ayni.step_values import Origin, StepTimes
 from coordinator_service.membership import Applicant, Epoch, Member, Membership
 from coordinator_service.rounds import Flow
 from coordinator_service.signals import Signal
@@ -34,14 +34,16 @@ class Seat:
     """Steps behind the train state that its host tier holds; 0 for none."""
     completed_steps: int = 0
     """Updates that its parameters have had, as far as it has said."""
+    origin: Origin | None = None
+    """Where the last of them came from; None for not said."""
     follow_from: int | None = None
     """First step whose mean a follower keeps: a state behind this step or a later one is of use to it. None before."""
     publish_requested: bool = False
     """Whether the next assignment asks it to publish its state."""
     failed_offer: tuple[int, str] = (0, "")
     """Offer that it could not take, and why."""
-    strikes: int = 0
-    """Micro-batches of it that were not finite."""
+    damaged_offers: int = 0
+    """How often the stored state that it was offered was damaged, since the run went back to that state."""
     share_reason: str = ""
     """Why it has its share, for people."""
     beats: int = 0
@@ -178,6 +180,11 @@ class Epochs:
     def able(self) -> list[Seat]:
         """Ready members whose parameters are those of the run, by id."""
         return [s for _, s in sorted(self.seats.items()) if s.member.ready and not s.following and not s.dismissed]
+
+    def writer(self, worker_ids: Iterable[int]) -> str:
+        """Returns the name of the first of these workers that has the run's parameters; empty where none has."""
+        able = {seat.member.worker_id: seat.member.name for seat in self.able}
+        return next((able[worker] for worker in worker_ids if worker in able), "")
 
     def _end(self, worker_id: int, reason: str, last: Frame, parameters_sha256: str) -> None:
         member = self.core.remove(worker_id)

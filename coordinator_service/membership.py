@@ -12,6 +12,7 @@ Does not know steps, streams or what a worker computes. Ugly: identity (names, n
 are checked here together, because both decide the same thing: whether a Join makes a member.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -89,6 +90,8 @@ class Membership:
         self.epoch = Epoch(number=epoch, workers=())
         self.shut_out: dict[str, int] = {}
         """Names of workers that may not join again, with the strikes that they had."""
+        self.strikes: Counter[str] = Counter()
+        """By worker name, micro-batches that were not finite."""
         self.agreed: dict[str, str] = {}
         """Agreements, by name; the first worker's value, or the coordinator's own."""
         self._summaries: dict[str, str] = {}

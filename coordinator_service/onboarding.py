@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from ayni import failpoints
 from ayni.errors import AyniError
 from ayni.settings import SettingsError
+from ayni.step_values import Origin
 from coordinator_service import offers
 from coordinator_service.asking import Asking
 from coordinator_service.attachments import Attachments
@@ -41,6 +42,8 @@ class _Out:
     route: Route
     steps: int
     began: float
+    said: tuple[int, Origin | None]
+    """What the follower had said of its parameters before."""
     offer_id: int = 0
     """0 until it is made."""
     making: "asyncio.Task[None] | None" = None
@@ -111,6 +114,7 @@ class Onboarding:
             follower.out.making.cancel()
         if seat is None:
             return
+        self._run.stored_problem = ""
         took = f" after {self._clock() - follower.out.began:.1f} s" if follower.out else ""
         source = f", {self._source(follower.out)}" if follower.out else ""
         _log.info("worker %s is up to date%s%s", follower.name, took, source)
@@ -126,6 +130,8 @@ class Onboarding:
             self._failed(follower, out, seat.failed_offer[1] or "it did not say why")
         elif out.route.worker_id != STORE and (source is None or source.following or source.dismissed):
             self._failed(follower, out, "the worker that has it left or fell behind")
+        elif out.offer_id and _said(seat) != out.said and not self._run.states.is_ours(seat):
+            self._failed(follower, out, "what it took is not of the commits that count")
         elif self._clock() - out.began > limit:
             self._failed(follower, out, f"it took more than {limit:g} s (timeouts.onboard)")
 
@@ -141,6 +147,10 @@ class Onboarding:
             self._source(out),
             reason,
         )
+        if out.route.worker_id == STORE:
+            problem = f"worker {follower.name} could not load the one that is stored behind step {out.steps}: {reason}"
+            self._run.stored_problem = problem
+            self._run.epochs.changed.notify()
 
     def _help(self, follower: _Follower, seat: Seat) -> None:
         """Makes an offer, or has somebody asked."""
@@ -149,7 +159,7 @@ class Onboarding:
             self._clock(), self._needs(seat), self._holders(), follower.failures, stored[1] if stored else None
         )
         if isinstance(decision, offers.Offer):
-            follower.out = out = _Out(route=decision.route, steps=decision.steps, began=self._clock())
+            follower.out = out = _Out(route=decision.route, steps=decision.steps, began=self._clock(), said=_said(seat))
             follower.waiting_for = f"fetching the state behind step {out.steps}, {self._source(out)}"
             source = self._run.epochs.seats.get(decision.route.worker_id)
             out.making = asyncio.create_task(self._make(follower, seat, out, source))
@@ -236,6 +246,10 @@ class Onboarding:
         seat = self._run.epochs.seats.get(out.route.worker_id)
         name = seat.member.name if seat else f"{out.route.worker_id}, which left"
         return f"from worker {name}{' through the coordinator' if out.route.relayed else ''}"
+
+
+def _said(seat: Seat) -> tuple[int, Origin | None]:
+    return seat.completed_steps, seat.origin
 
 
 def _can_be_helped(seat: Seat) -> bool:

@@ -1,7 +1,7 @@
 """What a step consists of, and what its commit says.  [core]"""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ayni.run_config import LARGEST_MICROBATCHES
@@ -110,8 +110,15 @@ def score_of(file: RunFile, record: CommitRecord) -> float:
     return -math.inf if record.loss is None else -record.loss
 
 
-def committed(file: RunFile, step: Step, totals: Totals, best: float | None) -> Commit:
-    """Returns what the commit of a step says."""
+def evaluated(file: RunFile, commits: Iterable[CommitRecord]) -> tuple[int, float | None]:
+    """Returns the steps behind the newest evaluation, and the best score of all; 0 and None before the first."""
+    evaluations = [record for record in commits if record.kind == "evaluate"]
+    newest = max((record.step for record in evaluations), default=0)
+    return newest, max((score_of(file, record) for record in evaluations), default=None)
+
+
+def committed(file: RunFile, step: Step, totals: Totals, best: float | None, writer: str) -> Commit:
+    """Returns what the commit of a step says; `writer` is the name of the worker that writes checkpoints."""
     norm = step.gradient_norm()
     return Commit(
         step=step.step,
@@ -124,6 +131,7 @@ def committed(file: RunFile, step: Step, totals: Totals, best: float | None) -> 
         learning_rate=schedule.learning_rate(file.optimizer, step.step, file.num_steps),
         clip_factor=schedule.clip_factor(file.optimizer, norm),
         best=step.kind == "evaluate" and is_better(file, totals, best)[0],
+        checkpoint_writer=writer,
     )
 
 
@@ -157,6 +165,7 @@ def record(
         skipped=step.totals().skipped,
         left_behind=tuple(left_behind),
         unix_time=unix_time,
+        checkpoint_writer=told.checkpoint_writer,
     )
 
 

@@ -9,12 +9,15 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from coordinator_service import plan
 from coordinator_service.run import Run
 from coordinator_service.store import RunStore
-from coordinator_service.stored_states import STORED_STEPS
 from coordinator_service.values import Waiting
 
 _log = logging.getLogger(__name__)
+
+_TRIES = 2
+"""How often each worker must have found a stored state damaged before it is given up."""
 
 
 class Recovery:
@@ -28,8 +31,6 @@ class Recovery:
         self._progress = run.progress
         epoch = store.last_epoch()
         self._former = epoch.worker_names if epoch and run.progress.has_begun else ()
-        run.progress.stored_steps = max(run.progress.stored_steps, int(store.facts().get(STORED_STEPS, "0")))
-        run.progress.settled_steps = max(run.progress.settled_steps, run.progress.stored_steps)
         self._is_back = False
         self._since: float | None = None
 
@@ -84,9 +85,10 @@ class Recovery:
         if self._epochs.able:
             return sentence
         source = self._source()
+        problem = f"; {self._run.stored_problem}" if self._run.stored_problem else ""
         if source and source[1] == committed:
-            return f"{sentence}; the state behind step {committed} is stored, and is loaded from there"
-        lacking = f"{sentence}; nobody here has the state behind step {committed}"
+            return f"{sentence}; the state behind step {committed} is stored, and is loaded from there{problem}"
+        lacking = f"{sentence}; nobody here has the state behind step {committed}{problem}"
         if source is None:
             return f"{lacking}, and none is stored"
         within = self._run.file.timeouts.rejoin.total_seconds()
@@ -107,30 +109,56 @@ class Recovery:
             _log.info("the run goes on from the stored state behind step %d", steps)
         else:
             _log.warning("%s: the run goes back to the state behind step %d", reason, steps)
-        await asyncio.to_thread(self._store.rewind, steps, reason)
+        # First: of states that are taken back the ledger must never make any that count.
+        await self._run.stored.spoil(*(one for one in self._run.stored.whole if one > steps))
+        what = f"that the run goes back to step {steps}"
+        await self._run.writing.write(what, self._store.rewind, steps, reason)
+        commits = await self._run.writing.read("what is committed", self._store.commits)
         self._progress.committed_steps = steps
-        self._progress.evaluated_steps = min(self._progress.evaluated_steps, steps)
+        self._progress.stored_steps = self._run.stored.newest(steps)
+        self._progress.evaluated_steps, self._progress.best = plan.evaluated(self._run.file, commits)
         self._run.stored_source = (run_id, steps) if run_id else None
+        self._run.stored_problem = ""
+        self._run.forget(steps)
         self._since = None
-        for seat in self._epochs.seats.values():
-            if seat.completed_steps == steps and not seat.tainted:
-                seat.lead()
-            else:
-                seat.follow()
+        self._run.states.went_back(steps)
         self._epochs.changed.notify()
         self._run.changed.notify()
 
-    def _source(self) -> tuple[str, int] | None:
-        """Returns the run (empty: a member) and the steps of the newest state that is not lost."""
-        file, stored = self._run.file, self._progress.stored_steps
-        seats = [seat for seat in self._epochs.seats.values() if seat.member.ready and not seat.tainted]
-        held = max((seat.completed_steps for seat in seats), default=0)
-        found = [(held, "")] if 0 < held <= self._progress.committed_steps else []
-        if 0 < stored <= self._progress.committed_steps:
-            found.append((stored, file.run_id))
-        if file.state.resume_step:
-            found.append((file.state.resume_step, file.state.resume_run_id or file.run_id))
-        return max(((run_id, steps) for steps, run_id in found), key=lambda source: source[1], default=None)
+    async def pass_over(self) -> None:
+        """Gives up a stored state that is damaged, once all who wait for it have found it so, if there is an older one.
+
+        The run then goes back to that one, as it does where nobody brings the newest.
+        """
+        waiting = [seat for seat in self._epochs.seats.values() if seat.member.ready and seat.elastic]
+        is_damaged = bool(waiting) and all(seat.damaged_offers >= _TRIES for seat in waiting)
+        source = self._run.stored_source
+        if source is None or source[1] not in self._run.stored.whole or not is_damaged:
+            return
+        if self._source(source[1]) is None:
+            return
+        _log.error("the state behind step %d is not used any more: %s", source[1], self._run.stored_problem)
+        await self._run.stored.spoil(source[1])
+        self._progress.stored_steps = self._run.stored.newest(source[1])
+        self._run.stored_source = None
+        for seat in waiting:
+            seat.damaged_offers = 0
+
+    def _source(self, before: int | None = None) -> tuple[str, int] | None:
+        """Returns the run (empty: a member) and the steps of the newest state that is not lost.
+
+        Args:
+            before: only states behind fewer steps.
+        """
+        file = self._run.file
+        limit = self._progress.committed_steps if before is None else before - 1
+        held = [seat.completed_steps for seat in self._epochs.seats.values() if self._run.states.is_held(seat)]
+        found = [("", steps) for steps in held if 0 < steps <= limit]
+        if stored := self._run.stored.newest(limit):
+            found.append((file.run_id, stored))
+        if 0 < file.state.resume_step <= limit:
+            found.append((file.state.resume_run_id or file.run_id, file.state.resume_step))
+        return max(found, key=lambda source: source[1], default=None)
 
     async def _until(self, done: Callable[[], bool], within: float) -> None:
         try:

@@ -13,6 +13,9 @@ from ayni.run_config import LARGEST_STEPS, RunConfig
 from ayni.settings import SettingsError, from_mapping, to_mapping
 from coordinator_service.store_records import CommitRecord
 
+FINAL_PARAMETERS, FINAL_STEPS = "final_parameters_sha256", "final_parameters_steps"
+"""Facts of the store: hash of the parameters that workers left a run with, and how many updates these had had."""
+
 _VALUES = ("position", "total_weight", "loss", "gradient_norm", "gradient_hash", "parameters_sha256")
 _UNKNOWN = ("", None)
 _LONGEST_ID = 64
@@ -118,6 +121,21 @@ def compare(plan: Plan, ledger: Sequence[CommitRecord], replay: Sequence[CommitR
         first_difference=differing[0] if differing else None,
         unknown={name: count for name, count in unknown.items() if count},
     )
+
+
+def final_equal(plan: Plan, facts: Mapping[str, str], ours: str) -> bool | None:
+    """Returns whether the replay's last parameters are those that the run's workers left with.
+
+    Args:
+        plan: what was made again.
+        facts: of the run; what they say of another step than the last, as of a run that has grown since, is no answer.
+        ours: hash of the replay's last parameters.
+
+    Returns:
+        None where one of the two is not known.
+    """
+    theirs = facts.get(FINAL_PARAMETERS, "") if facts.get(FINAL_STEPS) == str(plan.stop_step) else ""
+    return ours == theirs if ours and theirs and plan.is_to_the_end else None
 
 
 def _within(asked: range, first: int, committed: int) -> range:

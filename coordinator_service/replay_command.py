@@ -4,14 +4,14 @@ import argparse
 import contextlib
 import json
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from ayni import logs
 from ayni.process import DONE, FAILED, Stopped, exit_code_of, on_signal
-from coordinator_service.replay import Compared, Plan, compare, plan_replay
-from coordinator_service.replay_processes import Made, Places, make_steps
+from coordinator_service.replay import Compared, Plan, compare, final_equal, plan_replay
+from coordinator_service.replay_processes import Places, make_steps
 from coordinator_service.run_places import add_places, open_place, read_span
 
 _DESCRIPTION = """
@@ -45,28 +45,22 @@ def _replay(given: argparse.Namespace, worker_flags: Sequence[str]) -> int:
     with on_signal(_stop), _folder(given.work_dir) as folder:
         made = make_steps(plan, Places(folder=folder, artifacts=artifacts, worker_flags=worker_flags))
     compared = compare(plan, commits, made.commits)
-    final_equal = _final_equal(plan, facts, made)
-    is_equal = compared.equal and final_equal is not False
-    print(json.dumps(_result(plan, compared, is_equal, final_equal)), flush=True)
+    is_final_equal = final_equal(plan, facts, made.final_parameters_sha256)
+    is_equal = compared.equal and is_final_equal is not False
+    print(json.dumps(_result(plan, compared, is_equal, is_final_equal)), flush=True)
     return DONE if is_equal else FAILED
 
 
-def _result(plan: Plan, compared: Compared, is_equal: bool, final_equal: bool | None) -> dict[str, object]:
+def _result(plan: Plan, compared: Compared, is_equal: bool, is_final_equal: bool | None) -> dict[str, object]:
     found = asdict(compared)
     return {
         "steps": f"{plan.asked.start}:{plan.asked.stop}",
         "made_from_step": plan.first_step,
         **found,
         "equal": is_equal,
-        "final_parameters_equal": final_equal,
+        "final_parameters_equal": is_final_equal,
         "caveats": plan.caveats,
     }
-
-
-def _final_equal(plan: Plan, facts: Mapping[str, str], made: Made) -> bool | None:
-    """Returns whether the runs' last parameters are the same; None where the replay did not come to the end."""
-    ours, theirs = made.final_parameters_sha256, facts.get("final_parameters_sha256", "")
-    return ours == theirs if ours and theirs and plan.is_to_the_end else None
 
 
 def _stop(name: str) -> None:

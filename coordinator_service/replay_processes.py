@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ayni.process import DONE
-from coordinator_service.replay import Plan
+from coordinator_service.replay import FINAL_PARAMETERS, Plan
 from coordinator_service.store import open_folder
 from coordinator_service.store_records import CommitRecord
 
@@ -73,7 +73,7 @@ def make_steps(plan: Plan, places: Places) -> Made:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 worker.wait(_LOOK_S)
         _end(coordinator, worker)
-        made = Made(commits=store.commits(), final_parameters_sha256=store.facts().get("final_parameters_sha256", ""))
+        made = Made(commits=store.commits(), final_parameters_sha256=store.facts().get(FINAL_PARAMETERS, ""))
     if not made.commits or made.commits[-1].step + 1 < plan.stop_step:
         _show_logs(folder)
         raise OSError(

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from ayni import failpoints
 from ayni.errors import (
@@ -27,20 +28,23 @@ from ayni.errors import (
     UnknownWorker,
     WeightMismatch,
 )
-from ayni.step_values import Commit, Report
+from ayni.step_values import Commit, Origin, Report
 from coordinator_service import plan
 from coordinator_service.conduct import Conduct
 from coordinator_service.config import RunFile
 from coordinator_service.epochs import Epochs, Seat
 from coordinator_service.leases import Key, Lease, Moment
 from coordinator_service.live import LiveStep, Offer
+from coordinator_service.member_states import MemberStates
 from coordinator_service.membership import Applicant, Epoch, Member, Membership
 from coordinator_service.progress import Progress
 from coordinator_service.releases import Releases
 from coordinator_service.rounds import Exchange
 from coordinator_service.signals import Signal
 from coordinator_service.store import RunStore
+from coordinator_service.stored_states import StoredStates
 from coordinator_service.values import Shutdown
+from coordinator_service.writing import Notes, Writing
 
 _log = logging.getLogger(__name__)
 
@@ -82,10 +86,16 @@ class Run:
             on_gone=self._gone,
         )
         self.epochs.core.agreed = self._given_agreements()
-        self.conduct = Conduct(file, self.epochs, self.progress, store)
+        self.writing = Writing(file, self.epochs, self.progress, self.changed)
+        self.notes = Notes(store)
+        self.conduct = Conduct(file, self.epochs, self.progress, self.notes, facts)
         self.releases = Releases(file, self.epochs, self.progress)
+        self.states = MemberStates(self.epochs, self.progress, self.changed)
+        self.stored = StoredStates(store, lambda: self.progress.ended)
         self.stored_source: tuple[str, int] | None = None
         """Run and steps of the stored state that members have to load, when nobody has a newer one."""
+        self.stored_problem = ""
+        """Why the last try to load it failed, for people; empty for none."""
         self.live: LiveStep | None = None
         self._commits: dict[tuple[Moment, str], Commit] = {}
         self._update = facts.get(_UPDATE, "") if file.optimizer.update == "auto" else file.optimizer.update
@@ -116,14 +126,15 @@ class Run:
                 committed_step=committed - 1,
             )
         member = self.epochs.join(applicant)
+        self.notes.add({_NEXT_ID: str(self.epochs.core.next_id)})
         try:
-            await asyncio.to_thread(self.store.set_facts, {_NEXT_ID: str(self.epochs.core.next_id)})
+            await self.notes.write()
         except OSError as error:  # Sessions and epochs keep workers apart even if a number comes twice.
-            _log.warning("the number of worker %s is not kept: %s", member.name, error)
+            _log.warning("the number of worker %s is not kept yet: %s", member.name, error)
         failpoints.hit("coordinator.join.admitted")
         return member
 
-    def ready(self, seat: Seat, completed_steps: int, parameters_sha256: str) -> None:
+    def ready(self, seat: Seat, completed_steps: int, parameters_sha256: str, origin: Origin | None = None) -> None:
         """Makes a member ready; one whose parameters are not those of the run follows until they are.
 
         Raises:
@@ -132,8 +143,9 @@ class Run:
         """
         self._refuse_if_halted()
         committed = self.progress.committed_steps
-        seat.completed_steps = completed_steps
-        is_behind = bool(self.file.task.name) and completed_steps != committed
+        seat.completed_steps, seat.origin = completed_steps, origin
+        is_current = completed_steps == committed and self.states.is_ours(seat)
+        is_behind = bool(self.file.task.name) and not is_current
         if is_behind and not seat.elastic:
             raise Incompatible(
                 f"completed_steps differs: the run has committed {committed}, the worker's parameters have had "
@@ -143,7 +155,7 @@ class Run:
                 worker=completed_steps,
             )
         if is_behind:
-            seat.follow()
+            self.states.follow(seat)
         self.epochs.ready(seat, "" if is_behind else parameters_sha256)
         if self.progress.waiting:
             seat.outbox.put_nowait(self.progress.waiting)
@@ -176,6 +188,8 @@ class Run:
             return told
         live = self._open_step(key)
         lease = live.core.lease(seat.member.worker_id, key)
+        if not self.states.lineage.has(live.core.step, report.origin):
+            report = replace(report, parameters_sha256="")  # They are known to differ, and prove nothing.
         with self._disagreeing(live, lease):
             live.commit(lease, report)
         self.conduct.note_report(live, lease, report)
@@ -184,27 +198,26 @@ class Run:
             seat.speed = plan.smoothed(seat.speed, live.samples_of(lease), report.times.compute)
         seat.member.activity = "waiting"
         if report.following:
-            seat.tainted = False
+            seat.tainted = seat.tainted and report.origin is not None
         elif live.core.kind == "train":
-            self.note_completed(seat, live.core.step)
+            self.states.completed(seat, live.core.step, report.origin)
         self.releases.note_sent(live, seat.member.worker_id)
         self.changed.notify()
         return await asyncio.shield(live.ended)
 
     def remember(self, moment: Moment, kind: str, told: Commit) -> None:
         """Keeps a commit, to answer it again to a worker that asks again."""
+        if kind == "train":
+            self.states.lineage.note(moment.step, Origin(epoch=moment.epoch, attempt=moment.attempt))
         self._commits[(moment, kind)] = told
         while len(self._commits) > _REMEMBERED:
             self._commits.pop(next(iter(self._commits)))
 
-    def note_completed(self, seat: Seat, completed_steps: int) -> None:
-        """Notes how many updates a worker's parameters have had; a follower may be up to date by that."""
-        seat.completed_steps = completed_steps
-        if seat.following and not seat.unproven and completed_steps == self.progress.committed_steps:
-            seat.lead()
-            _log.info("worker %s has the run's state behind step %d", seat.member.name, completed_steps)
-            self.epochs.changed.notify()
-            self.changed.notify()
+    def forget(self, steps: int) -> None:
+        """Answers no commit again that was taken back: whoever asks is told that it does not count."""
+        for moment, kind in list(self._commits):
+            if moment.step > steps or (moment.step == steps and kind == "train"):
+                del self._commits[(moment, kind)]
 
     def broke(self, seat: Seat, exchange: Exchange) -> None:
         """A contribution's stream ended before its last byte, or before its mean was sent.
@@ -252,18 +265,6 @@ class Run:
         else:
             self.halt(error, seat.member.name)
 
-    def published(self, seat: Seat, steps: int) -> None:
-        """Notes that a worker's host tier holds the train state behind so many steps."""
-        if steps != seat.published_steps:
-            seat.published_steps = steps
-            self.changed.notify()
-
-    def failed_offer(self, seat: Seat, offer_id: int, reason: str) -> None:
-        """Notes that a follower could not take an offer; what it kept of the run's steps is void then."""
-        if offer_id != seat.failed_offer[0]:
-            seat.failed_offer, seat.follow_from = (offer_id, reason), None
-            self.changed.notify()
-
     def note_held(self) -> None:
         """Keeps the most bytes that the reducer has held."""
         if self.live:
@@ -280,7 +281,7 @@ class Run:
             seats = [self.epochs.seats[worker] for worker in epoch.workers if worker in self.epochs.seats]
             kinds = {seat.member.applicant.backend for seat in seats}
             self._update = "host" if len(kinds) > 1 else "device"
-            await asyncio.to_thread(self.store.set_facts, {_UPDATE: self._update})
+            await self.writing.write("where the optimizer runs", self.store.set_facts, {_UPDATE: self._update})
             _log.info("optimizer update runs on the %s (backends: %s)", self._update, ", ".join(sorted(kinds)))
 
     async def next_change(self, pause: float, limit: float) -> None:
@@ -363,9 +364,10 @@ class Run:
 
     def goodbye(self, reason: str, *, finished: bool) -> None:
         """Tells every member that the run is over."""
-        steps = self.progress.committed_steps
+        steps, writer = self.progress.committed_steps, self.epochs.writer(sorted(self.epochs.seats))
         self.ended.set()
-        self.epochs.dismiss(Shutdown(reason=reason, finished=finished, committed_steps=steps))
+        told = Shutdown(reason=reason, finished=finished, committed_steps=steps, checkpoint_writer=writer)
+        self.epochs.dismiss(told)
         self.changed.notify()
 
 

@@ -20,6 +20,7 @@ from coordinator_service.epochs import Seat
 from coordinator_service.onboarding import Onboarding
 from coordinator_service.recovery import Recovery
 from coordinator_service.relay import add_relay
+from coordinator_service.replay import FINAL_PARAMETERS, FINAL_STEPS
 from coordinator_service.resume import resumable
 from coordinator_service.run import Run
 from coordinator_service.service import RAW_METHODS, CoordinatorServicer
@@ -62,7 +63,7 @@ async def serve(file: RunFile, stop: Stop) -> int:
         driver = Driver(run, Recovery(run, store), StateKeeper(run, dial), Onboarding(run, attachments, dial))
         servicer = CoordinatorServicer(run, artifacts, attachments)
         await _serve(run, driver, servicer, token, stop)
-        return _outcome(run, store)
+        return await _outcome(run)
     finally:
         store.close()
 
@@ -101,13 +102,16 @@ async def _drive(run: Run, driver: Driver, stop: Stop) -> None:
         stopping.cancel()
 
 
-def _outcome(run: Run, store: RunStore) -> int:
+async def _outcome(run: Run) -> int:
     hashes = run.final_hashes()
-    if len(set(hashes.values())) > 1:
+    is_equal = len(set(hashes.values())) == 1
+    if is_equal:
+        sha256, steps = next(iter(hashes.values())), run.progress.committed_steps
+        run.notes.add({FINAL_PARAMETERS: sha256, FINAL_STEPS: str(steps)})
+    await run.notes.settle(run.file.timeouts.shutdown.total_seconds())
+    if hashes and not is_equal:
         _log.error("the workers' final parameters differ: %s", hashes)
         return FAILED
-    if hashes:
-        store.set_facts({"final_parameters_sha256": next(iter(hashes.values()))})
     if run.progress.state == "suspended":
         return TEMPORARY
     return DONE if run.progress.state == "finished" else FAILED

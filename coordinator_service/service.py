@@ -7,7 +7,7 @@ from contextlib import aclosing
 from ayni import PROTOCOL_VERSION, failpoints
 from ayni.errors import AyniError, BadRequest, Incompatible, UnknownWorker
 from ayni.identity import check_identity
-from ayni.messages import dtype_enum, dtype_name, duration, seconds_of
+from ayni.messages import dtype_enum, dtype_name, duration, origin_of, seconds_of
 from ayni.rpc import Context, peer_of
 from ayni.servers import certificate_names
 from ayni.v1 import coordinator_pb2 as pb
@@ -58,7 +58,7 @@ class CoordinatorServicer:
         """Streams the worker's leases; its membership lasts as long."""
         seat = self._seat(request.worker_id, context)
         try:
-            self._run.ready(seat, request.completed_steps, request.parameters_sha256)
+            self._run.ready(seat, request.completed_steps, request.parameters_sha256, origin_of(request))
         except AyniError as error:
             self._run.epochs.expel(seat.member.worker_id, f"refused: {error.message}")
             raise
@@ -104,10 +104,12 @@ class CoordinatorServicer:
         """Renews a lease."""
         seat = self._seat(request.worker_id, context)
         self._run.epochs.renew(seat.member.worker_id, wire.one_line(request.activity[:32]))
-        self._run.published(seat, request.published_steps)
+        states = self._run.states
+        states.published(seat, request.published_steps)
         if seat.elastic:
-            self._run.note_completed(seat, request.completed_steps)
-            self._run.failed_offer(seat, request.failed_offer_id, wire.one_line(request.failed_offer_reason[:256]))
+            states.completed(seat, request.completed_steps, origin_of(request))
+            reason = wire.one_line(request.failed_offer_reason[:256])
+            states.failed_offer(seat, request.failed_offer_id, reason, is_damaged=request.offered_state_is_damaged)
         return pb.HeartbeatResponse(
             epoch=self._run.epochs.core.epoch.number, stored_steps=self._run.progress.settled_steps
         )

@@ -28,6 +28,17 @@ Dial = Callable[[Seat, int], GrpcBlockWorker]
 """Returns a stub of a member, given its rank."""
 
 
+class Foreign(OSError):
+    """Blocks of another run are in a state's place; they are not this run's to remove."""
+
+    def __init__(self, block: int) -> None:
+        """Says what to do."""
+        super().__init__(
+            f"block {block} is there already, from another run with this run_id; give another run_id, "
+            "state.store.prefix or bucket, or remove what is there"
+        )
+
+
 class StateGroup:
     """Leads the workers that hold a state."""
 
@@ -78,20 +89,46 @@ class StateGroup:
             raise OSError(f"the workers' states differ in size: {sorted(counts)} blocks")
         return counts.pop()
 
+    async def check_place(self, steps: int, timeout_s: float) -> None:
+        """Looks whether a state's place is free.
+
+        Raises:
+            Foreign: another run's state is there.
+            OSError: that is not known.
+        """
+        report = await self._group.has_blocks(STATE, state_keys(self._run_id, steps, range(1)), timeout_s)
+        (found,) = report.presences
+        if found.state is PresenceState.PRESENT:
+            raise Foreign(0)
+        if found.state is PresenceState.UNKNOWN:
+            raise OSError(f"it is not known whether block 0 is there already: {found.failure}")
+
     async def put(self, steps: int, num_blocks: int, timeout_s: float) -> int:
         """Puts all blocks, block 0 last; returns their bytes.
 
         Raises:
-            OSError: a block was not stored, or is there already.
+            Foreign: a block of another run is there; what was put beside it is removed again.
+            OSError: a block was not stored.
         """
         keys = state_keys(self._run_id, steps, range(num_blocks))
         stored = await self._group.put_blocks(STATE, range(1, num_blocks), keys[1:], timeout_s=timeout_s)
+        await self._give_way(keys[1:], stored, timeout_s)
         size = _stored(stored, 1)
         _check_shared(await self._group.has_blocks(STATE, keys[1:], timeout_s))
         failpoints.hit("coordinator.state.blocks_put")
         size += _stored(await self._group.put_blocks(STATE, [0], keys[:1], timeout_s=timeout_s), 0)
         failpoints.hit("coordinator.state.stored")
         return size
+
+    async def _give_way(self, keys: Sequence[bytes], report: KeyReport, timeout_s: float) -> None:
+        """Takes back what was put between blocks of another run, if there are any."""
+        states = [outcome.state for outcome in report.outcomes]
+        if OutcomeState.ALREADY_PRESENT not in states:
+            return
+        ours = [key for key, state in zip(keys, states, strict=True) if state is OutcomeState.DONE]
+        if ours:
+            await self._group.remove_blocks(STATE, ours, timeout_s)
+        raise Foreign(1 + states.index(OutcomeState.ALREADY_PRESENT))
 
     async def remove(self, steps: int, num_blocks: int, timeout_s: float) -> None:
         """Removes a stored state, or what is there of it; block 0 first, so that a part of it is never taken for it.
@@ -136,16 +173,14 @@ def _stored(report: KeyReport, first: int) -> int:
     """Returns the bytes that were stored.
 
     Raises:
-        OSError: a block was not, or one of another state is in its place.
+        Foreign: one of another run is in a block's place.
+        OSError: a block was not stored.
     """
     for block, outcome in enumerate(report.outcomes, first):
         if not outcome.is_success:
             raise OSError(f"block {block} was not stored: {outcome.failure or outcome.state.value}")
         if outcome.state is OutcomeState.ALREADY_PRESENT:
-            raise OSError(
-                f"block {block} is there already, from another run with this run_id; give another run_id, "
-                "state.store.prefix or bucket, or remove what is there"
-            )
+            raise Foreign(block)
     return sum(outcome.size_bytes for outcome in report.outcomes)
 
 

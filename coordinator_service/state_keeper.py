@@ -15,8 +15,7 @@ from ayni.settings import SettingsError
 from coordinator_service.due_states import Missed, Standing, Store, next_state
 from coordinator_service.epochs import Seat
 from coordinator_service.run import Run
-from coordinator_service.state_group import STATE, Dial, StateGroup
-from coordinator_service.stored_states import StoredStates
+from coordinator_service.state_group import STATE, Dial, Foreign, StateGroup
 
 __all__ = ["STATE", "Dial", "StateKeeper"]
 
@@ -27,6 +26,8 @@ _LAST_S = 5.0
 _BEATS = 3
 """Heartbeats that a member has had by the time that it is taken at its word."""
 _FAILURES = (AyniError, OSError, SettingsError)
+_TIDY_S = 10.0
+"""Longest time for removing what a failure left: it is tried again before the next state is stored."""
 
 
 class StateKeeper:
@@ -37,9 +38,10 @@ class StateKeeper:
         self._run = run
         self._config = run.file.state
         self._group = StateGroup(run.file.run_id, run.file.state.store, dial)
-        self._stored = StoredStates(run.store)
+        self._stored = run.stored
         self._extra: set[int] = set()
         self._is_last = False
+        run.progress.stored_steps = self._stored.newest(run.progress.committed_steps)
         # What a coordinator before this one did not settle may still be held.
         run.progress.settled_steps = max(run.progress.initial_step, run.progress.stored_steps)
 
@@ -98,8 +100,9 @@ class StateKeeper:
         progress = self._run.progress
         # What was settled of steps that were taken back is not settled any more.
         progress.settled_steps = min(progress.settled_steps, progress.committed_steps)
-        members = self._members()
-        return next_state(self._config.store_every, progress.settled_steps, members, self._extra, is_last=self._is_last)
+        members, extra = self._members(), self._extra
+        due = next_state(self._config.store_every, progress.settled_steps, members, extra, is_last=self._is_last)
+        return due if due and due.steps <= progress.committed_steps else None
 
     async def _miss(self, due: Missed) -> None:
         """Gives a state up that nobody holds, once all have had the time to say what they hold."""
@@ -147,6 +150,7 @@ class StateKeeper:
         except Exception:
             _log.exception("the state behind step %d was not stored", due.steps)
         self._settle(due.steps)
+        await self._tidy(due.steps)
 
     def _has_lost(self, due: Store) -> bool:
         """Says whether a member that took part has left since, and another one still holds the state."""
@@ -157,18 +161,55 @@ class StateKeeper:
         """Stores a state; returns its bytes."""
         await self._group.lead(self._seats(due.worker_ids))
         num_blocks = await self._group.num_blocks()
-        if await self._stored.begin(due.steps):
-            await self._group.remove(due.steps, num_blocks, timeout_s)
-        size = await self._group.put(due.steps, num_blocks, timeout_s)
-        await self._stored.done(due.steps, num_blocks)
+        if due.steps in self._stored.whole:  # Its steps were taken back and made again.
+            await self._stored.spoil(due.steps)
+        await self._remove_leftovers(due.steps, num_blocks, timeout_s)
+        await self._group.check_place(due.steps, timeout_s)
+        await self._stored.begin(due.steps, num_blocks)
+        try:
+            size = await self._group.put(due.steps, num_blocks, timeout_s)
+        except Foreign:
+            await self._stored.removed(due.steps)
+            raise
+        if due.steps > self._run.progress.committed_steps:
+            raise OSError("the run went back behind it")
+        await self._stored.done(due.steps)
         await self._remove_old(timeout_s)
         return size
+
+    async def _remove_leftovers(self, steps: int, num_blocks: int, timeout_s: float) -> None:
+        """Removes what is of no use, so that there is room for a state; first what is in its place.
+
+        Raises:
+            OSError: what is in its place could not be removed.
+        """
+        for left in sorted(self._stored.leftovers, key=lambda one: one != steps):
+            try:
+                await self._group.remove(left, self._stored.leftovers[left] or num_blocks, timeout_s)
+            except _FAILURES as error:
+                if left == steps:
+                    raise
+                _log.warning("what is left of the state behind step %d was not removed: %s", left, error)
+            else:
+                await self._stored.removed(left)
+
+    async def _tidy(self, steps: int) -> None:
+        """Removes what is there of a state that was not stored, so that the place it takes is free at once."""
+        num_blocks = self._stored.leftovers.get(steps)
+        if not num_blocks:
+            return
+        try:
+            async with asyncio.timeout(_TIDY_S):
+                await self._group.remove(steps, num_blocks, _TIDY_S)
+        except _FAILURES as error:
+            _log.warning("what is left of the state behind step %d is removed later: %s", steps, error)
 
     async def _remove_old(self, timeout_s: float) -> None:
         """Removes older states than the run is to keep. One that can't be removed is tried again after the next."""
         if not self._config.keep:
             return
-        for steps, num_blocks in (await self._stored.beyond(self._config.keep)).items():
+        for steps, num_blocks in self._stored.beyond(self._config.keep).items():
+            await self._stored.spoil(steps)  # First: where it is removed in part, nobody is to load it.
             try:
                 await self._group.remove(steps, num_blocks, timeout_s)
             except _FAILURES as error:

@@ -94,7 +94,7 @@ def _worker(run: Run, seat: Seat) -> pb.WorkerSnapshot:
         sent_bytes=seat.flow.sent_bytes,
         share_reason=seat.share_reason,
         following=seat.following,
-        strikes=seat.strikes,
+        strikes=run.epochs.core.strikes[member.name],
         memory_bytes=member.applicant.memory_bytes,
     )
 

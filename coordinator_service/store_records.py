@@ -27,6 +27,7 @@ class CommitRecord:
         contributions: what was summed, in the order of micro-batches; together all micro-batches, each once.
         skipped: micro-batches that were left out because their values were not finite.
         left_behind: names of the members that the step was committed without.
+        checkpoint_writer: name of the worker that writes checkpoints; empty where nobody can.
     """
 
     kind: str
@@ -51,6 +52,11 @@ class CommitRecord:
     skipped: tuple[int, ...]
     left_behind: tuple[str, ...]
     unix_time: float
+    checkpoint_writer: str = ""
+
+    def skipped_of(self) -> dict[int, str]:
+        """Returns the micro-batches that were left out, and the name of the worker that computed each."""
+        return {m: c.worker_name for c in self.contributions for m in self.skipped if c.start <= m < c.stop}
 
     def told(self) -> Commit:
         """Returns what workers are told of this commit, to the bit."""
@@ -65,6 +71,7 @@ class CommitRecord:
             learning_rate=self.learning_rate,
             clip_factor=self.clip_factor,
             best=self.best,
+            checkpoint_writer=self.checkpoint_writer,
         )
 
 

@@ -84,3 +84,5 @@ class Shutdown:
     reason: str
     finished: bool
     committed_steps: int
+    checkpoint_writer: str = ""
+    """Name of the worker that writes the last checkpoint."""

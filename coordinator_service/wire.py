@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from ayni.blocks import metadata_messages
 from ayni.buckets import BLOCK_COMPONENTS, FLAT, NON_BLOCK_COMPONENTS, Bucket
 from ayni.errors import BadRequest, SpecMismatch, TooLarge
-from ayni.messages import dtype_name, times_of
+from ayni.messages import dtype_name, origin_of, times_of
 from ayni.step_values import Commit, MicrobatchStats, Report
 from ayni.tensors import WIRE_DTYPES, TensorSpec, itemsize
 from ayni.v1 import coordinator_pb2 as pb
@@ -161,6 +161,7 @@ def report(request: pb.CommitStepRequest) -> Report:
         times=times_of(request.times),
         following=request.following,
         square_sum=request.square_sum if math.isfinite(request.square_sum) else 0.0,
+        origin=origin_of(request),
     )
 
 
@@ -178,7 +179,12 @@ def assignment_frame(frame: Frame) -> pb.ShardAssignmentResponse:
         return pb.ShardAssignmentResponse(waiting=waiting)
     if isinstance(frame, values.Shutdown):
         return pb.ShardAssignmentResponse(
-            shutdown=pb.Shutdown(reason=frame.reason, finished=frame.finished, committed_steps=frame.committed_steps)
+            shutdown=pb.Shutdown(
+                reason=frame.reason,
+                finished=frame.finished,
+                committed_steps=frame.committed_steps,
+                checkpoint_writer=frame.checkpoint_writer,
+            )
         )
     return pb.ShardAssignmentResponse(assignment=_assignment(frame))
 
@@ -231,6 +237,7 @@ def committed(told: Commit) -> pb.CommitStepResponse:
         learning_rate=told.learning_rate,
         clip_factor=told.clip_factor,
         best=told.best,
+        checkpoint_writer=told.checkpoint_writer,
     )
 
 

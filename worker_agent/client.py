@@ -20,13 +20,14 @@ from ayni.channels import open_channel
 from ayni.endpoints import ClientTls, Keepalive
 from ayni.errors import AyniError
 from ayni.settings import SettingsError
+from ayni.step_values import Origin
 from ayni.tensors import TensorSpec
 from worker_agent import bridge, contributions, messages
 from worker_agent.contributions import Offer
 from worker_agent.coordinator import Coordinator
 from worker_agent.exchange import Contribution, Traffic
 from worker_agent.faults import Interrupted
-from worker_agent.messages import JoinFacts, Shutdown
+from worker_agent.messages import FailedOffer, JoinFacts, Shutdown
 from worker_agent.presence import OnMember, OnOffer, Presence
 from worker_agent.rejoining import Patience, Rejoining
 from worker_agent.seed_calls import SeedCalls
@@ -88,6 +89,8 @@ class ClientConfig:
     """Transformer blocks of the model, for `contribute` with a block's bucket."""
     completed_steps: int = 0
     """Updates that the parameters have had."""
+    origin: Origin | None = None
+    """Where the last of them came from; None for not known."""
     parameters_sha256: str = ""
     """Hash of the trainable parameters; empty for not checked."""
     num_buckets: int = 0
@@ -145,6 +148,11 @@ class WorkerClient(SeedCalls):
         member, lease = self._presence.member, self._lease
         taken = member.taken or lease
         return taken.world_size if taken else member.membership.total_workers
+
+    @property
+    def writes_checkpoints(self) -> bool:
+        """Whether this worker writes the run's checkpoints, as the last commit said, or the end of the run."""
+        return self._presence.standing.writes_checkpoints
 
     @property
     def wire_type(self) -> str:
@@ -216,14 +224,21 @@ class WorkerClient(SeedCalls):
         """Calls back, on the network's thread, with the membership of now and with each one after a loss."""
         self._bridge.call_soon(self._presence.on_member, callback)
 
-    def fail_offer(self, offer_id: int, reason: str) -> None:
-        """Tells the coordinator that an offered state could not be taken; it makes another offer."""
-        self._bridge.call_soon(self._presence.fail_offer, offer_id, reason)
+    def fail_offer(self, offer_id: int, reason: str, *, is_damaged: bool = False) -> None:
+        """Tells the coordinator that an offered state could not be taken; it makes another offer.
 
-    def caught_up(self, completed_steps: int) -> None:
-        """Tells the coordinator at once that the parameters have had so many updates now."""
+        Args:
+            offer_id: the offer.
+            reason: sentence for people.
+            is_damaged: the state is stored and damaged, so that nobody can take it.
+        """
+        failed = FailedOffer(offer_id=offer_id, reason=reason, is_damaged=is_damaged)
+        self._bridge.call_soon(self._presence.fail_offer, failed)
+
+    def caught_up(self, completed_steps: int, origin: Origin | None = None) -> None:
+        """Tells the coordinator at once how many updates the parameters have had now; see `Session.caught_up`."""
         self._check_usable()
-        self._bridge.call_soon(lambda: self._presence.progress(completed_steps, beat=True))
+        self._bridge.call_soon(lambda: self._presence.progress(completed_steps, origin, beat=True))
 
     def note_progress(self, completed_steps: int) -> None:
         """Notes how many updates the parameters have had; heartbeats and a Join after a loss say it."""
@@ -316,13 +331,16 @@ async def _join(config: ClientConfig, gpu_count: int, backend: str) -> Presence:
         )
         return Coordinator(channel, config.coordinator)
 
+    facts = _facts(config, gpu_count, backend)
     standing = Standing(
+        worker_name=facts.worker_name,
         elastic=config.elastic,
         completed_steps=config.completed_steps,
+        origin=config.origin,
         parameters_sha256=config.parameters_sha256,
     )
     patience = Patience(exchange=config.exchange_timeout, rejoin=config.rejoin_timeout)
-    presence = Presence(Rejoining(dial, _facts(config, gpu_count, backend), standing, patience), standing, patience)
+    presence = Presence(Rejoining(dial, facts, standing, patience), standing, patience)
     await presence.join(config.connect_timeout)
     return presence
 

@@ -34,7 +34,7 @@ class WorkerConfig:
     cache_dir: Path = Path("~/.cache/ayni")
     """Folder that keeps the runs' files between runs; workers of one machine share it."""
     output_dir: Path | None = None
-    """Folder for metrics and, on rank 0, checkpoints. Empty: ayni-output/RUN_ID/NAME."""
+    """Folder for metrics and, on one worker, checkpoints. Empty: ayni-output/RUN_ID/NAME."""
     checkpoint_every: int = 0
     """Steps between checkpoints "last". 0: only at the end. The best evaluation is always kept."""
     tensorboard: bool = True

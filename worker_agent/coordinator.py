@@ -16,6 +16,8 @@ from ayni import PROTOCOL_VERSION, failpoints, rpc
 from ayni.buckets import Bucket
 from ayni.channels import HeaderChannel
 from ayni.errors import UnknownWorker
+from ayni.messages import origin_message
+from ayni.step_values import Origin
 from ayni.v1 import coordinator_pb2 as pb
 from ayni.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from worker_agent import messages
@@ -59,10 +61,15 @@ class Coordinator:
         self.worker_id = membership.worker_id
         return membership
 
-    async def assignments(self, completed_steps: int, parameters_sha256: str) -> AsyncGenerator[Frame]:
+    async def assignments(
+        self, completed_steps: int, parameters_sha256: str, origin: Origin | None = None
+    ) -> AsyncGenerator[Frame]:
         """Yields what the coordinator says to this worker, as long as it is a member."""
         request = pb.ShardAssignmentRequest(
-            worker_id=self.worker_id, completed_steps=completed_steps, parameters_sha256=parameters_sha256
+            worker_id=self.worker_id,
+            completed_steps=completed_steps,
+            parameters_sha256=parameters_sha256,
+            origin=origin_message(origin),
         )
         call = self._stub.ShardAssignment(request)
         with translated("ShardAssignment", self.address):

@@ -11,7 +11,7 @@ from ayni.errors import AyniError
 from ayni.logs import ChangeLogger
 from worker_agent.coordinator import Coordinator
 from worker_agent.faults import CoordinatorLost, TransportBroken
-from worker_agent.messages import Membership
+from worker_agent.messages import NO_FAILURE, Membership
 from worker_agent.session import ShardAssignment
 from worker_agent.standing import Standing
 
@@ -78,7 +78,7 @@ class Heart:
         settled = await self._coordinator.heartbeat(sign, self._membership.lease)
         self.heard()
         if standing.failed_offer == sign.failed_offer:
-            standing.failed_offer = (0, "")
+            standing.failed_offer = NO_FAILURE
         if settled != standing.settled_steps:
             standing.settled_steps = settled
             standing.settled.announce()

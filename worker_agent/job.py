@@ -77,6 +77,7 @@ class Job:
             num_blocks=1 + max((s.bucket.index for s in task.buckets if s.bucket.kind == "block"), default=-1),
             num_buckets=len(task.buckets),
             completed_steps=self.trainer.completed_steps,
+            origin=self.trainer.replica.origin,
             parameters_sha256=self.trainer.parameters_sha256(),
         )
 
@@ -168,7 +169,9 @@ class Builder:
             session=lambda: self._membership().session,
         )
         answers = Answers(
-            failed=lambda offer_id, reason: self._membership().fail_offer(offer_id, reason),
+            failed=lambda offer_id, reason, damaged: self._membership().fail_offer(
+                offer_id, reason, is_damaged=damaged
+            ),
             published=lambda steps: self._membership().publish(steps),
             arrived=lambda: self._membership().wake(),
         )

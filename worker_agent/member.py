@@ -178,7 +178,7 @@ class Member:
             await asyncio.wait({asking, failing}, timeout=self._timeout, return_when=asyncio.FIRST_COMPLETED)
             if asking.done():
                 commit = asking.result()
-                self._standing.note_commit(assignment, report)
+                self._standing.note_commit(assignment, report, commit)
                 return commit
             if failing.done() and (error := failing.result()):
                 raise error
@@ -226,7 +226,7 @@ class Member:
             held.asked = None
             raise
         held.asked = None
-        self._standing.note_commit(held.assignment, report)
+        self._standing.note_commit(held.assignment, report, commit)
         return commit
 
     async def _outcome(self, attempt: Attempt, held: Held) -> Commit | ShardAssignment:
@@ -320,7 +320,8 @@ class Member:
         """Reads the assignment stream to its end."""
         standing = self._standing
         try:
-            async for frame in self._coordinator.assignments(standing.completed_steps, standing.parameters_sha256):
+            said = standing.completed_steps, standing.parameters_sha256, standing.origin
+            async for frame in self._coordinator.assignments(*said):
                 self._heart.heard()
                 self._take(frame)
             self.fail(self._heart.lost("it ended the assignment stream without a word"))
@@ -364,6 +365,7 @@ class Member:
     def _end(self, shutdown: Shutdown) -> None:
         if not self._leaving:
             _log.info("the run is over: %s", shutdown.reason)
+        self._standing.checkpoint_writer = shutdown.checkpoint_writer
         self.news.end(shutdown)
         self._standing.settled.announce()
 

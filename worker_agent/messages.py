@@ -10,7 +10,8 @@ from datetime import timedelta
 from ayni.blocks.metadata import WorkerMetadata
 from ayni.blocks.metadata_messages import metadata_of
 from ayni.errors import AyniError
-from ayni.messages import dtype_enum, dtype_name, times_message
+from ayni.messages import dtype_enum, dtype_name, origin_message, times_message
+from ayni.step_values import Origin
 from ayni.tensors import TensorSpec
 from ayni.v1 import coordinator_pb2 as pb
 from ayni.v1 import tensor_pb2
@@ -56,6 +57,19 @@ class JoinFacts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FailedOffer:
+    """An offered state that could not be taken."""
+
+    offer_id: int
+    reason: str
+    is_damaged: bool = False
+    """Whether the state is stored and damaged, so that nobody can take it."""
+
+
+NO_FAILURE = FailedOffer(offer_id=0, reason="")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SignOfLife:
     """What a heartbeat says."""
 
@@ -66,8 +80,10 @@ class SignOfLife:
     """Steps behind the train state that this worker's host tier holds."""
     completed_steps: int = 0
     """Updates that its parameters have had."""
-    failed_offer: tuple[int, str] = (0, "")
-    """Offer that it could not take, and why."""
+    origin: Origin | None = None
+    """Where the last of them came from."""
+    failed_offer: FailedOffer = NO_FAILURE
+    """Offer that it could not take."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,6 +140,8 @@ class Shutdown:
 
     reason: str
     finished: bool
+    checkpoint_writer: str = ""
+    """Name of the worker that writes the last checkpoint."""
 
 
 Frame = ShardAssignment | Waiting | Shutdown | Revoked | StateOffer
@@ -187,7 +205,8 @@ def assignment_frame(message: pb.ShardAssignmentResponse) -> Frame:
     if message.HasField("offer"):
         return _offer(message.offer)
     if message.HasField("shutdown"):
-        return Shutdown(reason=message.shutdown.reason, finished=message.shutdown.finished)
+        said = message.shutdown
+        return Shutdown(reason=said.reason, finished=said.finished, checkpoint_writer=said.checkpoint_writer)
     return Waiting(reason=message.waiting.reason)
 
 
@@ -267,6 +286,7 @@ def commit_request(worker_id: int, assignment: ShardAssignment, report: Report) 
         times=times_message(report.times),
         following=report.following,
         square_sum=report.square_sum,
+        origin=origin_message(report.origin),
     )
 
 
@@ -283,6 +303,7 @@ def commit(message: pb.CommitStepResponse) -> Commit:
         learning_rate=message.learning_rate,
         clip_factor=message.clip_factor,
         best=message.best,
+        checkpoint_writer=message.checkpoint_writer,
     )
 
 
@@ -306,6 +327,8 @@ def heartbeat_request(worker_id: int, sign: SignOfLife) -> pb.HeartbeatRequest:
         activity=sign.activity,
         published_steps=sign.published_steps,
         completed_steps=sign.completed_steps,
-        failed_offer_id=sign.failed_offer[0],
-        failed_offer_reason=sign.failed_offer[1],
+        origin=origin_message(sign.origin),
+        failed_offer_id=sign.failed_offer.offer_id,
+        failed_offer_reason=sign.failed_offer.reason,
+        offered_state_is_damaged=sign.failed_offer.is_damaged,
     )

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from worker_agent.messages import StateOffer
 from worker_agent.onboarding import Onboarding
+from worker_agent.state_blocks import is_damage
 from worker_agent.train_state import Loaded, steps_of
 from worker_agent.training.following import State
 
@@ -22,8 +23,8 @@ _log = logging.getLogger(__name__)
 class Answers:
     """What the coordinator and the training loop are told; each is called from any thread."""
 
-    failed: Callable[[int, str], None]
-    """The offer with this number could not be taken, and why."""
+    failed: Callable[[int, str, bool], None]
+    """The offer with this number could not be taken, and why; and whether that is because a stored state is damaged."""
     published: Callable[[int], None]
     """The state behind so many steps can be read from this worker now."""
     arrived: Callable[[], None]
@@ -80,7 +81,7 @@ class OfferedStates:
             return
         except Exception as error:
             _log.debug("traceback", exc_info=True)
-            self._fail(offer.offer_id, str(error) or repr(error))
+            self._fail(offer.offer_id, str(error) or repr(error), offer.metadata is None and is_damage(error))
             return
         steps = steps_of(loaded)
         with self._lock:
@@ -90,9 +91,9 @@ class OfferedStates:
         self._answers.published(steps)
         self._answers.arrived()
 
-    def _fail(self, offer_id: int, reason: str) -> None:
+    def _fail(self, offer_id: int, reason: str, is_damaged: bool = False) -> None:
         with self._lock:
             if self._offer_id == offer_id:
                 self._offer_id = 0
         _log.warning("the offered state could not be taken: %s", reason)
-        self._answers.failed(offer_id, reason)
+        self._answers.failed(offer_id, reason, is_damaged)

@@ -14,11 +14,12 @@ from datetime import timedelta
 
 from ayni.buckets import Bucket
 from ayni.errors import Deadline, LeaseRevoked, StepVoided, UnknownWorker
+from ayni.step_values import Origin
 from worker_agent.changes import Change
 from worker_agent.exchange import Contribution
 from worker_agent.faults import CoordinatorLost, TransportBroken
 from worker_agent.member import Member
-from worker_agent.messages import Shutdown, StateOffer
+from worker_agent.messages import FailedOffer, Shutdown, StateOffer
 from worker_agent.news import voided
 from worker_agent.rejoining import Fate, Patience, Rejoining
 from worker_agent.session import Commit, Report, ShardAssignment, Woken
@@ -99,15 +100,15 @@ class Presence:
         """Makes the next `next_assignment`, or the one that waits, raise `Woken`."""
         self._woken.set()
 
-    def progress(self, completed_steps: int, *, beat: bool = False) -> None:
+    def progress(self, completed_steps: int, origin: Origin | None = None, *, beat: bool = False) -> None:
         """Notes how many updates the parameters have had; with `beat` the coordinator is told at once."""
-        self.standing.progress(completed_steps)
+        self.standing.progress(completed_steps, origin)
         if beat:
             self.member.beat_now()
 
-    def fail_offer(self, offer_id: int, reason: str) -> None:
+    def fail_offer(self, failed: FailedOffer) -> None:
         """Tells the coordinator at once that an offered state could not be taken."""
-        self.standing.failed_offer = (offer_id, reason)
+        self.standing.failed_offer = failed
         self.member.beat_now()
 
     def publish(self, steps: int) -> None:
@@ -277,7 +278,7 @@ class Presence:
 
     def _offered(self, offer: StateOffer) -> None:
         if offer.problem:
-            self.fail_offer(offer.offer_id, offer.problem)
+            self.fail_offer(FailedOffer(offer_id=offer.offer_id, reason=offer.problem))
             return
         self._offer = offer
         if self._on_offer:

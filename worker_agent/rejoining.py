@@ -32,7 +32,7 @@ from worker_agent.contact import first_contact
 from worker_agent.coordinator import Coordinator
 from worker_agent.faults import CoordinatorLost, TransportBroken
 from worker_agent.member import Member
-from worker_agent.messages import JoinFacts, Membership, StateOffer
+from worker_agent.messages import NO_FAILURE, JoinFacts, Membership, StateOffer
 from worker_agent.news import voided
 from worker_agent.session import Commit, Report, ShardAssignment
 from worker_agent.standing import Standing
@@ -157,7 +157,7 @@ class Rejoining:
         _log.warning("%s; rejoining for up to %g s", _without_advice(why), limit)
         await lost.abandon("the coordinator was lost")
         facts, changes, tries = self._fresh_facts(), ChangeLogger(_log, logging.DEBUG), 0
-        self._standing.failed_offer = (0, "")
+        self._standing.failed_offer = NO_FAILURE
         for delay in delays(random.random, _FIRST_PAUSE_S, _LONGEST_PAUSE_S):
             await asyncio.sleep(delay)
             tries += 1

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ayni import order
 from ayni.buckets import Bucket
-from ayni.step_values import Commit, MicrobatchStats, Report, StepTimes
+from ayni.step_values import Commit, MicrobatchStats, Origin, Report, StepTimes
 
 __all__ = ["Commit", "MicrobatchStats", "Report", "Session", "ShardAssignment", "StepTimes", "Vector", "Woken"]
 
@@ -54,6 +54,11 @@ class ShardAssignment:
     """Whether the parameters were found to differ from the other workers': follow until there is another state."""
 
     @property
+    def origin(self) -> Origin:
+        """Where the update of this attempt comes from, if it is committed."""
+        return Origin(epoch=self.epoch, attempt=self.attempt)
+
+    @property
     def microbatches(self) -> range:
         """Indices of the leased micro-batches."""
         return range(self.microbatch_start, self.microbatch_stop)
@@ -78,6 +83,10 @@ class Session(Protocol):
     def total_workers(self) -> int:
         """Workers in the current epoch; before the first, workers that the run waits for."""
 
+    @property
+    def writes_checkpoints(self) -> bool:
+        """Whether this worker writes the run's checkpoints, as the last commit said, or the end of the run."""
+
     def receive_shard(self) -> ShardAssignment | None:
         """Waits for the next lease; None when the run is over.
 
@@ -89,8 +98,13 @@ class Session(Protocol):
     def wake(self) -> None:
         """Makes a `receive_shard` that waits, or the next one, raise `Woken` once."""
 
-    def caught_up(self, completed_steps: int) -> None:
-        """Tells the coordinator that the parameters have had so many updates now, after they lagged behind."""
+    def caught_up(self, completed_steps: int, origin: Origin | None = None) -> None:
+        """Tells the coordinator that the parameters have had so many updates now, after they lagged behind.
+
+        Args:
+            completed_steps: how many.
+            origin: where the last one came from; None for not known.
+        """
 
     def contribute(
         self,

@@ -11,7 +11,7 @@ from ayni.blocks.ids import as_ids
 from ayni.blocks.metadata import GroupConfig, ParallelismMode, WorkerMetadata
 from ayni.blocks.objects import ObjectStoreConfig
 from ayni.blocks.state_keys import state_keys, state_name
-from ayni.errors import UnknownObject
+from ayni.errors import Checksum, StorageFailed, UnknownObject
 from ayni.run_config import StateConfig
 from worker_agent import train_state_format as fmt
 from worker_agent.blocks.geometry import Geometry
@@ -19,13 +19,15 @@ from worker_agent.blocks.memory import Bytes
 from worker_agent.blocks.worker import LocalBlockWorker
 from worker_agent.state_pull import PLACE, StatePull, state_layout
 
-__all__ = ["PLACE", "StateBlocks"]
+__all__ = ["PLACE", "StateBlocks", "is_damage"]
 
 _T = TypeVar("_T")
 
 _HELD_S = 30.0
 """Longest wait for readers of the state before; training waits meanwhile."""
 _READ_S = 600.0
+_NOT_SEEN = "not seen"
+"""Detail of an absent state that may well be there, in the folder of another machine."""
 
 
 class StateBlocks:
@@ -125,12 +127,14 @@ class StateBlocks:
         if failed:
             block, outcome = failed[0]
             if block == 0 and not outcome.failure:
-                raise UnknownObject(_nothing_stored(run_id, steps, self._config), key=name, detail="absent")
+                detail = _NOT_SEEN if self._config.store.kind == "file" else "absent"
+                raise UnknownObject(_nothing_stored(run_id, steps, self._config), key=name, detail=detail)
             why = outcome.failure.message if outcome.failure else "there is no such object"
             count = f"{len(failed)} of {len(keys)} block{'s' if len(keys) > 1 else ''}"
-            raise UnknownObject(
-                f"{count} of the {name} can't be loaded, the first is block {block}: {why}", key=name, detail=why
-            )
+            sentence = f"{count} of the {name} can't be loaded, the first is block {block}: {why}"
+            if outcome.failure and outcome.failure.reason != UnknownObject.reason:
+                raise StorageFailed(sentence, place=self._config.store.bucket, detail=why)
+            raise UnknownObject(sentence, key=name, detail=why)
 
     async def _open_store(self) -> None:
         """Opens the object store as a group of one, unless the coordinator's leader has opened it already."""
@@ -146,6 +150,13 @@ class StateBlocks:
                 object_store=_store(self._config),
             )
         )
+
+
+def is_damage(error: Exception) -> bool:
+    """Says whether a stored state could not be loaded because a part of it is damaged or missing."""
+    if isinstance(error, UnknownObject):
+        return error.metadata.get("detail") != _NOT_SEEN
+    return isinstance(error, Checksum)
 
 
 def _nothing_stored(run_id: str, steps: int, config: StateConfig) -> str:

@@ -4,7 +4,7 @@ from datetime import timedelta
 
 from google.protobuf.duration_pb2 import Duration
 
-from ayni.step_values import StepTimes
+from ayni.step_values import Origin, StepTimes
 from ayni.v1 import coordinator_pb2 as pb
 from ayni.v1 import tensor_pb2
 
@@ -40,6 +40,18 @@ def seconds_of(message: Duration) -> float:
 def times_of(message: pb.StepTimes) -> StepTimes:
     """Returns where a worker's time went; see `seconds_of`."""
     return StepTimes(**{part: seconds_of(getattr(message, part)) for part in _PARTS})
+
+
+def origin_of(message: pb.ShardAssignmentRequest | pb.HeartbeatRequest | pb.CommitStepRequest) -> Origin | None:
+    """Returns where the caller's last update came from; None where it does not say."""
+    if not message.HasField("origin"):
+        return None
+    return Origin(epoch=message.origin.epoch, attempt=message.origin.attempt)
+
+
+def origin_message(origin: Origin | None) -> pb.StateOrigin | None:
+    """Returns where the last update came from, as a message; None for not said."""
+    return pb.StateOrigin(epoch=origin.epoch, attempt=origin.attempt) if origin else None
 
 
 def times_message(times: StepTimes) -> pb.StepTimes:

@@ -30,6 +30,14 @@ class StepTimes:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Origin:
+    """The commit whose update was the last one of a train state, by what tells it from others of the same step."""
+
+    epoch: int
+    attempt: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
     """What a worker says when it has done a lease."""
 
@@ -45,6 +53,8 @@ class Report:
     """Whether its parameters lag behind the run: it only keeps the means."""
     square_sum: float = 0.0
     """Sum of the squares of what it contributed, over all parts and buckets; 0 for not said."""
+    origin: Origin | None = None
+    """Where the last update came from of the parameters that it had; None for not said."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,3 +71,5 @@ class Commit:
     learning_rate: float
     clip_factor: float
     best: bool
+    checkpoint_writer: str = ""
+    """Name of the worker that writes checkpoints, this step's included; empty: nobody."""

@@ -18,7 +18,7 @@ from ayni.tree import children, cover, root
 from ayni.v1 import coordinator_pb2 as pb
 from coordinator_service.store import open_folder
 from coordinator_service.store_records import CommitRecord
-from coordinator_service.stored_states import STORED_STEPS
+from coordinator_service.stored_states import STORED_STATES
 from tests.support.coordinator import RawWorker, coordinator, raw_worker, refusal
 
 NUM, SIZE = 8, 700_000
@@ -404,7 +404,7 @@ def test_run_whose_newest_state_is_stored_goes_on_from_there_at_once_and_says_so
     with coordinator(tmp_path, run) as process:
         asyncio.run(one_step(process.address))
     with contextlib.closing(open_folder(tmp_path / "state" / "elastic")) as store:
-        store.set_facts({STORED_STEPS: "1"})
+        store.set_facts({STORED_STATES: '{"1": 1}'})
     with coordinator(tmp_path, run) as process:
         offer = asyncio.run(come_fresh(process.address))
         assert process.read_log().count("the run goes on from the stored state behind step 1") == 1

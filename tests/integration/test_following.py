@@ -154,6 +154,7 @@ def test_a_run_that_goes_back_to_a_stored_state_takes_a_worker_back_with_it() ->
             states.append(State(tensors=tensors, facts=facts, completed_steps=3))
 
     expected = trainer.train(LocalRun(config).session(0), note)
+    assert states[0].facts.items() >= {"completed_steps": "3", "epoch": "1", "attempt": "0"}.items()
     again = LocalRun(config)
     again._plan = again._plan[2:]
     again._attempt = again._next(None)

@@ -10,6 +10,7 @@ import torch
 
 from ayni.errors import LeaseRevoked, StepVoided
 from ayni.run_config import BatchConfig, EvaluationConfig, OptimizerConfig, RunConfig, TaskConfig
+from ayni.step_values import Origin
 from tests.support.local_session import Faults, LocalRun, LocalSession, LocalSource
 from tests.support.toy_task import ToyTask, toy_task
 from worker_agent.session import Commit, Report, ShardAssignment
@@ -287,8 +288,8 @@ def test_a_state_that_comes_while_no_step_is_open_is_taken_at_once() -> None:
             return super().receive_shard()
 
     class Behind(LocalSession):
-        def caught_up(self, completed_steps: int) -> None:
-            super().caught_up(completed_steps)
+        def caught_up(self, completed_steps: int, origin: Origin | None = None) -> None:
+            super().caught_up(completed_steps, origin)
             caught.set()
 
     tasks, states = counting(2), list[State]()

@@ -34,10 +34,14 @@ class World:
         self.progress = SimpleNamespace(committed_steps=5, settled_steps=0)
         self.live: Any = None
         self.stored_source: tuple[str, int] | None = None
+        self.stored_problem = ""
         self.file = SimpleNamespace(
             timeouts=SimpleNamespace(onboard=timedelta(seconds=60)), state=SimpleNamespace(store_every=store_every)
         )
-        self.epochs = SimpleNamespace(seats=self.seats)
+        self.epochs = SimpleNamespace(seats=self.seats, changed=Signal())
+        self.foreign: set[int] = set()
+        """Members whose parameters are not of the run's commits."""
+        self.states = SimpleNamespace(is_ours=lambda seat: seat.member.worker_id not in self.foreign)
 
     def join(self, worker_id: int, *, address: str = "there", published: int = 0, speed: float = 1.0) -> Seat:
         applicant = Applicant(name=f"ant{worker_id}", nonce="n", session="s", peer="p", address=address, elastic=True)
@@ -385,5 +389,26 @@ def test_nothing_is_missed_although_nobody_says_that_something_has_changed(monke
             async with asyncio.timeout(5):
                 while follower.outbox.empty():  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
+
+    run(test)
+
+
+def test_an_offer_has_failed_when_what_was_taken_is_not_of_the_runs_commits(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        world = World()
+        follower = world.follow(2)
+        world.foreign.add(2)
+        world.stored_source = ("other", 5)
+        async with keeping(world):
+            assert offer_of(follower) is not None
+            await settled(world)
+            assert "did not get" not in caplog.text  # What it had before says nothing.
+            follower.completed_steps = 5
+            await settled(world)
+            assert "from the object store: what it took is not of the commits that count" in caplog.text
+            assert "worker ant2 could not load the one that is stored behind step 5" in world.stored_problem
+            world.now += 1.0
+            await settled(world)
+            assert offer_of(follower) is not None
 
     run(test)

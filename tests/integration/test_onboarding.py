@@ -255,15 +255,20 @@ class Recorded:
 
     def __init__(self) -> None:
         self.failed: list[tuple[int, str]] = []
+        self.damaged: list[int] = []
         self.published: list[int] = []
         self.arrived = threading.Event()
 
     def answers(self) -> Answers:
         return Answers(
-            failed=lambda offer, why: self.failed.append((offer, why)),
+            failed=self._fail,
             published=self.published.append,
             arrived=self.arrived.set,
         )
+
+    def _fail(self, offer: int, why: str, is_damaged: bool) -> None:
+        self.failed.append((offer, why))
+        self.damaged += [offer] if is_damaged else []
 
 
 def test_what_is_offered_is_handed_to_the_training_loop_once(tmp_path: Path):
@@ -305,3 +310,24 @@ def test_an_offer_that_fails_or_is_too_old_is_said_to_have_failed(tmp_path: Path
         assert told.arrived.wait(LIMIT_S)
         states.want(6)
         assert states.poll() is None
+
+
+def test_a_stored_state_that_is_damaged_is_said_to_be_and_one_that_is_elsewhere_is_not(tmp_path: Path):
+    told = Recorded()
+    with state_peer(tmp_path) as peer:
+        peer.publish(5)
+        store(peer, 5)
+        objects = [file for file in tmp_path.rglob("*") if file.is_file() and file.stat().st_size > 512]
+        assert objects
+        for file in objects:
+            data = bytearray(file.read_bytes())
+            data[len(data) // 2] ^= 1
+            file.write_bytes(data)
+        states = OfferedStates(peer.onboarding(), told.answers())
+        states.offered(StateOffer(offer_id=1, completed_steps=5, run_id=RUN_ID))
+        wait_until(lambda: len(told.failed) == 1, "the first failure")
+        states.offered(StateOffer(offer_id=2, completed_steps=6, run_id=RUN_ID))
+        wait_until(lambda: len(told.failed) == 2, "the second failure")
+    assert [offer for offer, _ in told.failed] == [1, 2]
+    assert "can't be loaded" in told.failed[0][1]
+    assert told.damaged == [1]

@@ -28,6 +28,7 @@ from ayni.errors import (
     UnknownWorker,
     WorldFull,
 )
+from ayni.step_values import Origin
 from ayni.v1 import coordinator_pb2 as pb
 from tests.support.echo_coordinator import (
     EchoCoordinator,
@@ -237,12 +238,14 @@ def test_progress_that_the_loop_notes_travels_with_heartbeats_and_the_next_join(
     with membership(server) as client:
         eventually(lambda: len(server.heartbeats) == 1, "the first heartbeat")
         client.note_progress(40)
-        client.caught_up(41)
+        client.caught_up(41, Origin(epoch=3, attempt=1))
         eventually(lambda: len(server.heartbeats) == 2, "a heartbeat at once")
         assert server.heartbeats[1].completed_steps == 41
+        assert server.heartbeats[1].origin == pb.StateOrigin(epoch=3, attempt=1)
         server.say(None)
         eventually(lambda: len(server.openings) == 2, "the return")
     assert server.openings[1].completed_steps == 41
+    assert server.openings[1].origin == pb.StateOrigin(epoch=3, attempt=1)
 
 
 def test_a_place_that_the_lost_membership_still_holds_is_given_back_first():
@@ -428,7 +431,7 @@ def test_offers_reach_the_callback_and_a_failed_one_is_told_once_and_at_once():
         eventually(lambda: len(offers) == 1, "the offer that came before")
         live = pb.StateOffer(offer_id=4, completed_steps=14, peer=peer)
         tell(server, client, pb.ShardAssignmentResponse(offer=live))
-        client.fail_offer(4, "worker bee went away")
+        client.fail_offer(4, "worker bee went away", is_damaged=True)
         eventually(lambda: len(server.heartbeats) == 2, "a heartbeat at once")
         client.caught_up(14)
         eventually(lambda: len(server.heartbeats) == 3, "another one")
@@ -436,11 +439,8 @@ def test_offers_reach_the_callback_and_a_failed_one_is_told_once_and_at_once():
     assert (offers[1].offer_id, offers[1].worker_id, offers[1].worker_name, offers[1].relayed) == (4, 2, "bee", True)
     assert offers[1].metadata
     assert offers[1].metadata.address == "127.0.0.1:50051"
-    assert [(h.failed_offer_id, h.failed_offer_reason) for h in server.heartbeats] == [
-        (0, ""),
-        (4, "worker bee went away"),
-        (0, ""),
-    ]
+    said = [(h.failed_offer_id, h.failed_offer_reason, h.offered_state_is_damaged) for h in server.heartbeats]
+    assert said == [(0, "", False), (4, "worker bee went away", True), (0, "", False)]
 
 
 def test_an_offer_that_makes_no_sense_ends_nothing_but_itself():

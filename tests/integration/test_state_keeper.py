@@ -11,6 +11,7 @@ from ayni.run_config import StateConfig
 from coordinator_service import state_keeper
 from coordinator_service.progress import Progress
 from coordinator_service.signals import Signal
+from coordinator_service.state_group import Foreign
 from coordinator_service.state_keeper import StateKeeper
 from coordinator_service.stored_states import StoredStates
 
@@ -46,6 +47,10 @@ class Group:
         self._note("put", steps)
         return 10
 
+    async def check_place(self, steps: int, timeout_s: float) -> None:
+        if error := self.fails.get(f"place {steps}"):
+            raise error
+
     async def remove(self, steps: int, num_blocks: int, timeout_s: float) -> None:
         assert num_blocks == 7
         self._note("remove", steps)
@@ -67,8 +72,10 @@ def seat(number: int, published: int, completed: int = 0) -> Any:
 class World:
     """A keeper, and a run reduced to what it reads."""
 
-    def __init__(self, *published: int, keep: int = 0, initial: int = 0, committed: int = 100) -> None:
-        self.facts = Facts()
+    def __init__(
+        self, *published: int, keep: int = 0, initial: int = 0, committed: int = 100, facts: Facts | None = None
+    ) -> None:
+        self.facts = facts or Facts()
         self.progress = Progress(committed, initial)
         self.seats = {number: seat(number, steps) for number, steps in enumerate(published)}
         self.run: Any = SimpleNamespace(
@@ -77,7 +84,7 @@ class World:
                 state=StateConfig(publish_every=3, store_every=3, keep=keep),
                 timeouts=SimpleNamespace(store=timedelta(seconds=5), heartbeat_interval=timedelta(milliseconds=1)),
             ),
-            store=self.facts,
+            stored=StoredStates(self.facts),
             progress=self.progress,
             changed=Signal(),
             epochs=SimpleNamespace(seats=self.seats, able=[]),
@@ -129,7 +136,7 @@ def test_what_is_before_the_first_step_is_left_alone() -> None:
 
 def test_what_a_coordinator_before_did_not_settle_is_stored_by_the_next_one() -> None:
     world = World(6, 6)
-    world.progress.stored_steps = 3
+    world.run.stored.whole[3] = 7
     world.keeper = world.new_keeper()
     assert stored(asyncio.run(world.settle())) == [6]
 
@@ -153,11 +160,12 @@ def test_steps_that_were_taken_back_are_stored_again_when_they_are_made_again() 
 
 def test_what_a_crash_left_is_removed_before_the_state_is_stored_again() -> None:
     async def test() -> None:
-        world = World(3, 3)
-        assert not await StoredStates(world.facts).begin(3)
+        facts = Facts()
+        await StoredStates(facts).begin(3, 7)
+        world = World(3, 3, facts=facts)
         await world.settle()
         assert world.group.done == [("remove", 3), ("put", 3)]
-        assert world.facts.values["stored_steps"] == "3"
+        assert StoredStates(world.facts).whole == {3: 7}
 
     asyncio.run(test())
 
@@ -186,11 +194,12 @@ def test_an_older_state_that_can_not_be_removed_is_tried_again_after_the_next(ca
                 one.published_steps = steps
             await world.settle(0.05)
         assert "the older state behind step 3 was not removed: read-only" in caplog.text
+        assert list(world.run.stored.whole) == [6]
         world.group.fails.clear()
         for one in world.seats.values():
             one.published_steps = 9
         await world.settle(0.05)
-        assert world.group.done[-2:] == [("remove", 3), ("remove", 6)]
+        assert world.group.done[-3:] == [("remove", 3), ("put", 9), ("remove", 6)]
 
     asyncio.run(test())
 
@@ -265,5 +274,60 @@ def test_nobody_waits_for_a_last_state_that_nobody_publishes() -> None:
         keeping.cancel()
         assert stored(world) == [3]
         assert asyncio.get_running_loop().time() - began < 2
+
+    asyncio.run(test())
+
+
+def test_what_a_failure_left_is_removed_at_once_and_again_before_the_next_state() -> None:
+    async def test() -> None:
+        world = World(3, 3)
+        world.group.fails["put 3"] = OSError("the disk is full")
+        await world.settle(0.05)
+        assert world.group.done == [("remove", 3)]
+        for one in world.seats.values():
+            one.published_steps = 6
+        await world.settle(0.05)
+        assert world.group.done[1:] == [("remove", 3), ("put", 6)]
+        assert (StoredStates(world.facts).whole, StoredStates(world.facts).leftovers) == ({6: 7}, {})
+
+    asyncio.run(test())
+
+
+def test_what_can_not_be_removed_at_once_is_removed_later_by_whoever_is_there(caplog) -> None:
+    async def test() -> None:
+        world = World(3, 3)
+        world.group.fails = {"put 3": ConnectionError("lost"), "remove 3": ConnectionError("lost")}
+        await world.settle(0.05)
+        assert "what is left of the state behind step 3 is removed later: lost" in caplog.text
+        again = World(6, 6, facts=world.facts)
+        await again.settle(0.05)
+        assert again.group.done == [("remove", 3), ("put", 6)]
+
+    asyncio.run(test())
+
+
+def test_a_state_that_the_run_went_back_behind_meanwhile_is_not_stored(caplog) -> None:
+    async def test() -> None:
+        world = World(6, 6)
+        world.group.on_put = lambda: setattr(world.progress, "committed_steps", 3)
+        await world.settle(0.05)
+        assert "the state behind step 6 was not stored: the run went back behind it" in caplog.text
+        assert world.group.done == [("put", 6), ("remove", 6)]
+        assert StoredStates(world.facts).whole == {}
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("when", ["place 3", "put 3"])
+def test_what_another_run_has_stored_is_never_removed(when, caplog) -> None:
+    async def test() -> None:
+        world = World(3, 3)
+        world.group.fails[when] = Foreign(0)
+        await world.settle(0.05)
+        assert "was not stored: block 0 is there already, from another run with this run_id" in caplog.text
+        for one in world.seats.values():
+            one.published_steps = 6
+        await world.settle(0.05)
+        assert world.group.done == [("put", 6)]
 
     asyncio.run(test())

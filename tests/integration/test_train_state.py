@@ -124,7 +124,7 @@ def test_a_state_of_another_run_of_the_same_name_is_not_taken_for_this_one(whole
     (folder / "twin").mkdir()
     (folder / "twin" / "blocks").symlink_to(folder / "blocks")
     log, _ = run(folder / "twin", {**RUN, "seed": 5}, ["ant", "bee"])
-    assert "the state behind step 3 was not stored: block 1 is there already" in log
+    assert "the state behind step 3 was not stored: block 0 is there already" in log
     assert "stored the state behind step" not in log
 
 

@@ -20,6 +20,7 @@ import torch
 from ayni import settings
 from ayni.buckets import Bucket
 from ayni.run_config import RunConfig
+from ayni.step_values import Origin
 from worker_agent.session import Commit, MicrobatchStats, Report, Session, ShardAssignment, Vector
 from worker_agent.training.events import StepEvent
 from worker_agent.training.load import load_task
@@ -90,6 +91,10 @@ class RecordingSession:
     def total_workers(self) -> int:
         return self._session.total_workers
 
+    @property
+    def writes_checkpoints(self) -> bool:
+        return self._session.writes_checkpoints
+
     def receive_shard(self) -> ShardAssignment | None:
         self._means.clear()
         return self._session.receive_shard()
@@ -97,8 +102,8 @@ class RecordingSession:
     def wake(self) -> None:
         self._session.wake()
 
-    def caught_up(self, completed_steps: int) -> None:
-        self._session.caught_up(completed_steps)
+    def caught_up(self, completed_steps: int, origin: Origin | None = None) -> None:
+        self._session.caught_up(completed_steps, origin)
 
     def contribute(
         self,

@@ -18,6 +18,7 @@ from ayni.buckets import Bucket
 from ayni.errors import StepVoided
 from ayni.run_config import RunConfig
 from ayni.schedule import clip_factor, learning_rate
+from ayni.step_values import Origin
 from tests.support.local_attempt import Attempt, Contribution, Range, cover
 from worker_agent.session import Commit, MicrobatchStats, Report, ShardAssignment, Vector, Woken
 from worker_agent.training.following import State
@@ -72,6 +73,8 @@ class LocalRun:
         self.completed = [0] * self.world_size
         """Updates that each worker's parameters have had, as far as is known."""
         self.caught_up: list[tuple[int, int]] = []
+        self.writer = -1
+        """Rank that writes checkpoints, as the last commit said."""
         self._woken: set[int] = set()
         self._tainted: set[int] = set()
         self._condition = threading.Condition()
@@ -244,6 +247,7 @@ class LocalRun:
         if attempt.kind == "train" and (diverged or (attempt.step, attempt.attempt) in self.faults.voided):
             attempt.void(StepVoided("a worker left"))
         else:
+            self.writer = next((rank for rank in attempt.ranks if attempt.counts(rank)), -1)
             attempt.finish(self._commit_of(attempt))
             for rank, report in attempt.reports.values():
                 if not report.following:
@@ -304,13 +308,17 @@ class LocalSession:
     def total_workers(self) -> int:
         return self._run.world_size
 
+    @property
+    def writes_checkpoints(self) -> bool:
+        return self._run.writer == self._rank
+
     def receive_shard(self) -> ShardAssignment | None:
         return self._run.receive(self._rank)
 
     def wake(self) -> None:
         self._run.wake(self._rank)
 
-    def caught_up(self, completed_steps: int) -> None:
+    def caught_up(self, completed_steps: int, origin: Origin | None = None) -> None:
         self._run.note_caught_up(self._rank, completed_steps)
 
     def contribute(

@@ -10,7 +10,14 @@ import pytest
 from ayni.run_config import RunConfig
 from ayni.settings import SettingsError, from_mapping, to_mapping
 from coordinator_service.config import RunFile
-from coordinator_service.replay import Difference, compare, plan_replay
+from coordinator_service.replay import (
+    FINAL_PARAMETERS,
+    FINAL_STEPS,
+    Difference,
+    compare,
+    final_equal,
+    plan_replay,
+)
 from tests.support.commits import commit
 
 CONFIG: dict[str, Any] = {
@@ -48,6 +55,25 @@ def test_without_a_stored_state_it_begins_with_the_initial_weights():
         "store_every": 0,
         "resume_step": 0,
     }
+
+
+@pytest.mark.parametrize(
+    ("steps", "theirs", "ours", "equal"),
+    [
+        ("10", "aa", "aa", True),
+        ("10", "aa", "bb", False),
+        ("10", "aa", "", None),
+        ("10", "", "aa", None),
+        # The run has grown since its workers left it, and nobody left it at its new end.
+        ("6", "aa", "bb", None),
+        ("", "aa", "bb", None),
+    ],
+)
+def test_last_parameters_are_compared_with_those_of_the_same_step(steps, theirs, ours, equal):
+    made = plan_replay(facts(num_steps=10), COMMITS, range(8, 10), "start")
+    assert final_equal(made, {FINAL_PARAMETERS: theirs, FINAL_STEPS: steps}, ours) is equal
+    longer = plan_replay(facts(), COMMITS, range(8, 10), "start")
+    assert final_equal(longer, {FINAL_PARAMETERS: theirs, FINAL_STEPS: steps}, ours) is None
 
 
 def test_it_makes_one_step_more_than_asked_where_there_is_one():

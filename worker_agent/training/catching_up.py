@@ -64,6 +64,6 @@ class CatchingUp:
             follower.reject(str(error))
             return False
         for kept in follower.steps_from(state.completed_steps):
-            self._replica.apply(kept.lease.update, kept.commit, kept.means)
+            self._replica.apply(kept.lease, kept.commit, kept.means)
         follower.caught_up(state, self._replica.completed_steps)
         return True

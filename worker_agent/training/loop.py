@@ -48,7 +48,7 @@ class TrainingConfig:
     """What a worker decides for itself."""
 
     checkpoint_folder: Path | None = None
-    """Where rank 0 writes the best and the last checkpoint; None for none."""
+    """Where the worker that the run names writes the best and the last checkpoint; None for none."""
     checkpoint_every: int = 0
     """Steps between "last" checkpoints. 0: only at the end."""
     means_timeout_s: float = 600.0
@@ -103,7 +103,6 @@ class Trainer:
         self._catching_up = CatchingUp(self.replica, self._contributor, follower)
         self._checkpoints = CheckpointWriter(training.checkpoint_folder) if training.checkpoint_folder else None
         self._times = StepTimes()
-        self._rank = -1
         self._began = time.perf_counter()
         self._result = TrainResult(completed_steps=0, skipped_steps=0, voided_steps=0, wall_s=0.0, parameters_sha256="")
 
@@ -158,7 +157,6 @@ class Trainer:
         self._began = time.perf_counter()
         while (lease := self._receive(session)) is not None:
             failpoints.hit("worker.lease.taken")
-            self._rank = lease.rank
             if self._checkpoints:
                 self._checkpoints.check()
             event = self._train_step(session, lease) if lease.kind == "train" else self._evaluate(session, lease)
@@ -166,7 +164,7 @@ class Trainer:
                 on_event(event)
         self._catching_up.take_state()
         if self.completed_steps:
-            self._write("last")
+            self._write(session, "last")
         if self._checkpoints:
             self._checkpoints.wait(self._training.means_timeout_s)
         return replace(
@@ -183,7 +181,7 @@ class Trainer:
                 return session.receive_shard()
             except Woken:
                 if self._catching_up.take_state():
-                    session.caught_up(self.completed_steps)
+                    session.caught_up(self.completed_steps, self.replica.origin)
 
     def _train_step(self, session: Session, lease: ShardAssignment) -> StepEvent | None:
         turn = Turn(Shard(lease))
@@ -209,7 +207,7 @@ class Trainer:
         self._result = replace(self._result, train_loss=commit.global_loss)
         every = self._training.checkpoint_every
         if not follows and every and self.completed_steps % every == 0:
-            note = self._write("last") or note
+            note = self._write(session, "last") or note
         return self._event(turn, commit, self._times, note, follows)
 
     def _evaluate(self, session: Session, lease: ShardAssignment) -> StepEvent | None:
@@ -221,7 +219,7 @@ class Trainer:
             self._give_up(turn, error)
             return None
         times = turn.primary.times(turn.primary.computed, turn.primary.computed, turn.extras)
-        note = self._write("best") if commit.best and not follows else ""
+        note = self._write(session, "best") if commit.best and not follows else ""
         event = self._event(turn, commit, times, note, follows)
         best = event if commit.best else self._result.best
         self._result = replace(self._result, evaluation=event, best=best)
@@ -238,6 +236,7 @@ class Trainer:
             times=self._reported_times(turn, shard),
             following=follows,
             square_sum=self._contributor.square_sum(shard),
+            origin=self.replica.origin,
         )
 
     def _measure(self, session: Session, turn: Turn, follows: bool, shard: Shard) -> None:
@@ -249,7 +248,7 @@ class Trainer:
 
     def _apply(self, lease: ShardAssignment, commit: Commit) -> str:
         """Updates the parameters and counts the step; returns why nothing was changed, if so."""
-        has_changed = self.replica.apply(lease.update, commit, self._contributor.means)
+        has_changed = self.replica.apply(lease, commit, self._contributor.means)
         failpoints.hit("worker.updated")
         if has_changed:
             return ""
@@ -279,9 +278,9 @@ class Trainer:
         known = shard.computing_times()
         return replace(self._times, data=known.data, compute=known.compute) if shard is turn.primary else known
 
-    def _write(self, name: str) -> str:
+    def _write(self, session: Session, name: str) -> str:
         """Begins to write a checkpoint if this worker is the one that does; returns a note."""
-        if self._checkpoints is None or self._rank != 0 or self.is_following:
+        if self._checkpoints is None or not session.writes_checkpoints or self.is_following:
             return ""
         path = self._checkpoints.start(
             name, self._task, self.replica.update, self.completed_steps, self._training.means_timeout_s

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from ayni.buckets import Bucket
 from ayni.run_config import RunConfig
-from worker_agent.session import Commit, Vector
+from ayni.step_values import Origin
+from worker_agent.session import Commit, ShardAssignment, Vector
 from worker_agent.training.checkpoint import CheckpointFolder, restore, state_of
 from worker_agent.training.fingerprint import parameters_sha256
 from worker_agent.training.layout import BucketSpec
@@ -27,6 +28,8 @@ class Replica:
         self.task = task
         self.update: Update | None = None
         self.completed_steps = 0
+        self.origin: Origin | None = None
+        """Where the last update came from; None where there was none, or nobody has said it."""
         self.defect = ""
         """Why the parameters are not those that the run has after so many steps; empty for none known."""
         self._config, self._specs = config, specs
@@ -50,10 +53,11 @@ class Replica:
             )
         return self.update
 
-    def apply(self, kind: str, commit: Commit, means: Mapping[Bucket, Vector]) -> bool:
+    def apply(self, lease: ShardAssignment, commit: Commit, means: Mapping[Bucket, Vector]) -> bool:
         """Makes a committed step's update; returns whether it changed anything."""
-        update = self.prepare(kind)
+        update = self.prepare(lease.update)
         self.completed_steps += 1
+        self.origin = lease.origin
         if not commit.total_weight:
             log.warning("step %d changed nothing: its samples have no weight", commit.step)
             return False
@@ -64,11 +68,12 @@ class Replica:
         """Continues from a checkpoint's state; see `Trainer.load`."""
         self.update = self._make_update(kind)
         self.completed_steps = CheckpointFolder(checkpoint.parent).load(checkpoint.name, self.task, self.update)
+        self.origin = None
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, str]]:
         """Returns copies of everything that training goes on from (parameters, optimizer), and facts about it."""
         tensors, facts = state_of(self.task, self.update, self.completed_steps)
-        return tensors, {**facts, **self._own_facts()}
+        return tensors, {**facts, **self._own_facts(), **_origin_facts(self.origin)}
 
     def restore(self, what: str, tensors: Mapping[str, Tensor], facts: Mapping[str, str]) -> None:
         """Goes on from what `state` of an equal replica returned; see `Trainer.restore`."""
@@ -80,7 +85,7 @@ class Replica:
         # An error from here on may leave a part of the old state and a part of the new one.
         before, self.defect = self.defect, f"{what} was taken in part"
         self.completed_steps = restore(what, tensors, facts, self.task, update)
-        self.update, self.defect = update, ""
+        self.update, self.defect, self.origin = update, "", _origin_of(facts)
         if before:
             log.info("%s replaces parameters that could not be used: %s", what, before)
 
@@ -94,7 +99,7 @@ class Replica:
 
     def discard(self, why: str) -> None:
         """Counts the parameters as having had no update, until there is another state."""
-        self.completed_steps, self.defect = 0, why
+        self.completed_steps, self.origin, self.defect = 0, None, why
 
     def _make_update(self, kind: str) -> Update:
         named = self.task.trainable()
@@ -110,3 +115,12 @@ class Replica:
             "optimizer": self._config.optimizer.name,
             "local_update": local.inner_state if local.enabled else "off",
         }
+
+
+def _origin_facts(origin: Origin | None) -> dict[str, str]:
+    return {"epoch": str(origin.epoch), "attempt": str(origin.attempt)} if origin else {}
+
+
+def _origin_of(facts: Mapping[str, str]) -> Origin | None:
+    epoch, attempt = facts.get("epoch", ""), facts.get("attempt", "")
+    return Origin(epoch=int(epoch), attempt=int(attempt)) if epoch and attempt else None

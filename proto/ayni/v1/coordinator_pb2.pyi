@@ -294,6 +294,7 @@ class ShardAssignmentRequest(_message.Message):
     WORKER_ID_FIELD_NUMBER: _builtins.int
     COMPLETED_STEPS_FIELD_NUMBER: _builtins.int
     PARAMETERS_SHA256_FIELD_NUMBER: _builtins.int
+    ORIGIN_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.int
     """The caller."""
     completed_steps: _builtins.int
@@ -302,20 +303,53 @@ class ShardAssignmentRequest(_message.Message):
     """SHA-256 of the caller's trainable parameters in hex. Compared among all workers before the first step.
     Empty means not checked.
     """
+    @_builtins.property
+    def origin(self) -> Global___StateOrigin:
+        """Where the last of these updates came from. Absent means not said; then the number of updates alone is believed."""
+
     def __init__(
         self,
         *,
         worker_id: _builtins.int = ...,
         completed_steps: _builtins.int = ...,
         parameters_sha256: _builtins.str = ...,
+        origin: Global___StateOrigin | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["origin", b"origin"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["completed_steps", b"completed_steps", "parameters_sha256", b"parameters_sha256", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["completed_steps", b"completed_steps", "origin", b"origin", "parameters_sha256", b"parameters_sha256", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ShardAssignmentRequest: _TypeAlias = ShardAssignmentRequest  # noqa: Y015
+
+@_typing.final
+class StateOrigin(_message.Message):
+    """Names the commit whose update was the last one of a train state: that of the step before `completed_steps`. Steps that
+    were taken back and made again may give other parameters after as many updates.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """Epoch of the commit."""
+    attempt: _builtins.int
+    """Attempt of the commit."""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        attempt: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "epoch", b"epoch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StateOrigin: _TypeAlias = StateOrigin  # noqa: Y015
 
 @_typing.final
 class ShardAssignmentResponse(_message.Message):
@@ -634,22 +668,26 @@ class Shutdown(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     COMMITTED_STEPS_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_WRITER_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     """Sentence for people."""
     finished: _builtins.bool
     """True when the run reached its last step, false when it was stopped."""
     committed_steps: _builtins.int
     """Steps that were committed."""
+    checkpoint_writer: _builtins.str
+    """Name of the worker that writes the run's last checkpoint; see CommitStepResponse."""
     def __init__(
         self,
         *,
         reason: _builtins.str = ...,
         finished: _builtins.bool = ...,
         committed_steps: _builtins.int = ...,
+        checkpoint_writer: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_steps", b"committed_steps", "finished", b"finished", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_writer", b"checkpoint_writer", "committed_steps", b"committed_steps", "finished", b"finished", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1144,6 +1182,7 @@ class CommitStepRequest(_message.Message):
     TIMES_FIELD_NUMBER: _builtins.int
     FOLLOWING_FIELD_NUMBER: _builtins.int
     SQUARE_SUM_FIELD_NUMBER: _builtins.int
+    ORIGIN_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.int
     """The caller."""
     epoch: _builtins.int
@@ -1176,6 +1215,10 @@ class CommitStepRequest(_message.Message):
     def times(self) -> Global___StepTimes:
         """Where the worker's time went since its last commit."""
 
+    @_builtins.property
+    def origin(self) -> Global___StateOrigin:
+        """Where the last update came from of the parameters that the caller had when it took the lease; absent means not said."""
+
     def __init__(
         self,
         *,
@@ -1191,10 +1234,11 @@ class CommitStepRequest(_message.Message):
         times: Global___StepTimes | None = ...,
         following: _builtins.bool = ...,
         square_sum: _builtins.float = ...,
+        origin: Global___StateOrigin | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["times", b"times"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["origin", b"origin", "times", b"times"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "epoch", b"epoch", "following", b"following", "kind", b"kind", "lease_id", b"lease_id", "microbatches", b"microbatches", "num_buckets", b"num_buckets", "parameters_sha256", b"parameters_sha256", "square_sum", b"square_sum", "step", b"step", "times", b"times", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "epoch", b"epoch", "following", b"following", "kind", b"kind", "lease_id", b"lease_id", "microbatches", b"microbatches", "num_buckets", b"num_buckets", "origin", b"origin", "parameters_sha256", b"parameters_sha256", "square_sum", b"square_sum", "step", b"step", "times", b"times", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1264,6 +1308,7 @@ class CommitStepResponse(_message.Message):
     LEARNING_RATE_FIELD_NUMBER: _builtins.int
     CLIP_FACTOR_FIELD_NUMBER: _builtins.int
     BEST_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_WRITER_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Committed step."""
     attempt: _builtins.int
@@ -1284,6 +1329,10 @@ class CommitStepResponse(_message.Message):
     """Factor by which the mean gradient is multiplied before the update: 1, or max_norm / gradient_norm."""
     best: _builtins.bool
     """With kind EVALUATE: true when this is the best evaluation of the run so far."""
+    checkpoint_writer: _builtins.str
+    """Name of the worker that writes the run's checkpoints, this step's included: of those that have the run's parameters
+    behind this step the one with the lowest rank. Empty where nobody has them.
+    """
     def __init__(
         self,
         *,
@@ -1297,10 +1346,11 @@ class CommitStepResponse(_message.Message):
         learning_rate: _builtins.float = ...,
         clip_factor: _builtins.float = ...,
         best: _builtins.bool = ...,
+        checkpoint_writer: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "best", b"best", "clip_factor", b"clip_factor", "global_loss", b"global_loss", "gradient_norm", b"gradient_norm", "learning_rate", b"learning_rate", "num_correct", b"num_correct", "num_predictions", b"num_predictions", "step", b"step", "total_weight", b"total_weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "best", b"best", "checkpoint_writer", b"checkpoint_writer", "clip_factor", b"clip_factor", "global_loss", b"global_loss", "gradient_norm", b"gradient_norm", "learning_rate", b"learning_rate", "num_correct", b"num_correct", "num_predictions", b"num_predictions", "step", b"step", "total_weight", b"total_weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1320,6 +1370,8 @@ class HeartbeatRequest(_message.Message):
     COMPLETED_STEPS_FIELD_NUMBER: _builtins.int
     FAILED_OFFER_ID_FIELD_NUMBER: _builtins.int
     FAILED_OFFER_REASON_FIELD_NUMBER: _builtins.int
+    ORIGIN_FIELD_NUMBER: _builtins.int
+    OFFERED_STATE_IS_DAMAGED_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.int
     """The caller."""
     epoch: _builtins.int
@@ -1336,6 +1388,14 @@ class HeartbeatRequest(_message.Message):
     """Offer that could not be taken; 0 for none. Another one is made."""
     failed_offer_reason: _builtins.str
     """Why, for people."""
+    offered_state_is_damaged: _builtins.bool
+    """True when the offer of a stored state could not be taken because the state itself is damaged or a part of it is
+    missing, so that nobody can take it.
+    """
+    @_builtins.property
+    def origin(self) -> Global___StateOrigin:
+        """Where the last of `completed_steps` updates came from; absent means not said."""
+
     def __init__(
         self,
         *,
@@ -1347,10 +1407,12 @@ class HeartbeatRequest(_message.Message):
         completed_steps: _builtins.int = ...,
         failed_offer_id: _builtins.int = ...,
         failed_offer_reason: _builtins.str = ...,
+        origin: Global___StateOrigin | None = ...,
+        offered_state_is_damaged: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["origin", b"origin"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "completed_steps", b"completed_steps", "epoch", b"epoch", "failed_offer_id", b"failed_offer_id", "failed_offer_reason", b"failed_offer_reason", "published_steps", b"published_steps", "step", b"step", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "completed_steps", b"completed_steps", "epoch", b"epoch", "failed_offer_id", b"failed_offer_id", "failed_offer_reason", b"failed_offer_reason", "offered_state_is_damaged", b"offered_state_is_damaged", "origin", b"origin", "published_steps", b"published_steps", "step", b"step", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
