@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ayni.errors import Diverged
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
@@ -30,3 +32,20 @@ def judge(hashes: Mapping[int, str]) -> Verdict:
         return Verdict(majority="", tie=True)
     majority = groups[0][0]
     return Verdict(majority=majority, divergent=tuple(worker for worker, value in said.items() if value != majority))
+
+
+def compare_hashes(label: str, hashes: dict[str, str]) -> None:
+    """Checks that all workers that gave a hash gave the same one.
+
+    Args:
+        label: which moment this is, for the error.
+        hashes: hash for each worker name; empty text means not said.
+
+    Raises:
+        Diverged: two differ; names who holds which.
+    """
+    said = {name: value for name, value in hashes.items() if value}
+    if len(set(said.values())) > 1:
+        listed = ", ".join(f"{name} has {value[:16]}" for name, value in sorted(said.items()))
+        metadata = {f"parameters_{name}": value for name, value in sorted(said.items())}
+        raise Diverged(f"{label}: the workers' parameters differ: {listed}", step=label, **metadata)

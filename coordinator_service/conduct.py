@@ -6,14 +6,13 @@ from collections.abc import Iterable, Mapping
 
 from ayni.errors import AyniError, Diverged, NonFinite, Quarantined, StepVoided
 from ayni.step_values import Report
-from coordinator_service.audit import judge
+from coordinator_service.audit import compare_hashes, judge
 from coordinator_service.config import RunFile
 from coordinator_service.epochs import Epochs, Seat
 from coordinator_service.leases import Lease
 from coordinator_service.live import LiveStep
 from coordinator_service.norms import NormHistory
 from coordinator_service.progress import Progress
-from coordinator_service.steps import compare_hashes
 from coordinator_service.store_records import CommitRecord
 from coordinator_service.writing import Notes
 

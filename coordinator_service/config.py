@@ -94,13 +94,19 @@ class RunFile(RunConfig):
     max_attempts: int = 100
     """Attempts at one step before the run halts. Among elastic workers a death costs none."""
     chunk_bytes: int = 1 << 20
-    """Bytes of a gradient chunk: a multiple of 64 KiB, at most 2 MiB."""
+    """Bytes of a gradient chunk: a multiple of 64 KiB, at most 2 MiB. With int8 it counts the float32 numbers that a
+    chunk stands for, so that every length here holds whole blocks of 256 elements with one scale."""
     window_chunks: int = 8
     """Chunks of one contribution that wait in memory before its worker is slowed down."""
     worker_window_chunks: int = 32
     """The same over all contributions of a worker; each contribution may always have one."""
     max_bucket_bytes: int = 16 << 30
     """Longest gradient of one bucket."""
+    exchange_share: float = 0.5
+    """Part of a step that the exchange may take before the log says what would make it less. 0: never."""
+    gradients: str = "auto"
+    """How gradients travel: auto through shared memory for workers of this host and user, over gRPC for others; grpc
+    always over gRPC."""
     log_format: str = "text"
     """"text" for people or "json" for machines."""
     log_level: str = "info"
@@ -122,11 +128,14 @@ class RunFile(RunConfig):
                 f"window_chunks ({self.window_chunks}) must be at least 1 and at most worker_window_chunks "
                 f"({self.worker_window_chunks})"
             )
+        if not 0 <= self.exchange_share < 1:
+            raise ValueError(f"exchange_share is {self.exchange_share}; it must be at least 0 and below 1")
         for name in ("max_attempts", "max_bucket_bytes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         for name, value, allowed in (
             ("log_format", self.log_format, ("text", "json")),
+            ("gradients", self.gradients, ("auto", "grpc")),
             ("log_level", self.log_level, ("debug", "info", "warning", "error")),
         ):
             if value not in allowed:

@@ -137,7 +137,7 @@ class Contributions:
             if failed or exchange.failed:
                 continue
             try:
-                exchange.contribute(frame)
+                await exchange.contribute(frame)
             except AyniError as error:
                 failed = True
                 exchange.fail(error)

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 from ayni.errors import AyniError, UnknownWorker
 from ayni.step_values import Origin, StepTimes
+from coordinator_service.audit import compare_hashes
 from coordinator_service.membership import Applicant, Epoch, Member, Membership
 from coordinator_service.rounds import Flow
 from coordinator_service.signals import Signal
-from coordinator_service.steps import compare_hashes
 from coordinator_service.values import Assignment, Revoked, Shutdown, StateOffer, Waiting
 
 _log = logging.getLogger(__name__)
@@ -174,7 +174,12 @@ class Epochs:
 
     def has_session(self, session: str) -> bool:
         """Returns whether a live member has this session."""
-        return any(secrets.compare_digest(m.applicant.session, session) for m in self.core.members.values())
+        return self.find(session) is not None
+
+    def find(self, session: str) -> int | None:
+        """Returns the live member that has this session, or None."""
+        members = self.core.members.values()
+        return next((m.worker_id for m in members if secrets.compare_digest(m.applicant.session, session)), None)
 
     @property
     def able(self) -> list[Seat]:

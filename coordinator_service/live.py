@@ -15,6 +15,7 @@ from coordinator_service.leases import Change, Lease, Moment
 from coordinator_service.membership import Epoch
 from coordinator_service.plan import Layout
 from coordinator_service.rounds import Exchange, Flow, LiveRound
+from coordinator_service.same_host import AttemptPlaces, SameHost
 from coordinator_service.signals import Signal
 from coordinator_service.steps import Step
 from coordinator_service.values import Assignment
@@ -31,6 +32,16 @@ class Offer:
     """Buckets that it contributes to in the step; 0 for not said."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Surroundings:
+    """What a step is given by its run."""
+
+    chunk_elements: int
+    on_change: Signal
+    """Notified when bytes were reduced."""
+    same_host: SameHost
+
+
 class LiveStep:
     """Drives one `Step`. Call from the event loop only."""
 
@@ -40,10 +51,11 @@ class LiveStep:
         attempt: int,
         epoch: Epoch,
         leases: Sequence[Lease],
-        chunk_elements: int,
-        on_change: Signal,
+        surroundings: Surroundings,
     ) -> None:
-        """Opens the step; `on_change` is notified when bytes were reduced."""
+        """Opens the step."""
+        self._same_host = surroundings.same_host
+        self._places = AttemptPlaces(surroundings.same_host)
         self.layout = layout
         self.update = ""
         """Where the optimizer runs."""
@@ -54,7 +66,8 @@ class LiveStep:
             kind=layout.kind,
             num_microbatches=layout.num_microbatches,
             leases=leases,
-            chunk_elements=chunk_elements,
+            chunk_elements=surroundings.chunk_elements,
+            places=self._places,
         )
         self.opened = time.monotonic()
         self.since = {lease.lease_id: self.opened for lease in leases}
@@ -68,7 +81,7 @@ class LiveStep:
         self.ended: asyncio.Future[Commit] = asyncio.get_running_loop().create_future()
         self.ended.add_done_callback(_retrieve)
         self._rounds: dict[Bucket, LiveRound] = {}
-        self._on_change = on_change
+        self._on_change = surroundings.on_change
         self._note_done()
 
     def assignment(self, lease: Lease, *, publish_state: bool = False, discard_state: bool = False) -> Assignment:
@@ -123,7 +136,8 @@ class LiveStep:
         change = self.core.begin(lease, offer.bucket, offer.spec, offer.stats, offer.num_buckets)
         live = self._rounds.get(offer.bucket)
         if live is None or live.round is not self.core.rounds[offer.bucket]:
-            live = self._rounds[offer.bucket] = LiveRound(offer.bucket, self.core, self._on_change)
+            live = self._rounds[offer.bucket] = LiveRound(offer.bucket, self.core, self._same_host, self._on_change)
+            live.on_torn = self._start_again
         exchange = Exchange(live, lease, flow, window)
         self.apply(change)
         return exchange
@@ -142,7 +156,7 @@ class LiveStep:
         for bucket in change.restarted:
             live = self._rounds[bucket]
             detail = "a part of another contribution was lost with its worker"
-            live.fail(RoundRestarted(f"{live.round.label} starts again: {detail}", bucket=bucket, detail=detail))
+            live.start_again(RoundRestarted(f"{live.round.label} starts again: {detail}", bucket=bucket, detail=detail))
         for bucket, reduced in change.reduced:
             if bucket in self._rounds:
                 self._rounds[bucket].publish(reduced)
@@ -183,6 +197,14 @@ class LiveStep:
         if not self.ended.done():
             self.void("the attempt is over")
             self.ended.cancel()
+        for live in self._rounds.values():
+            live.close()
+        self._places.close()
+
+    def _start_again(self, live: LiveRound) -> None:
+        """Has a bucket contributed once more, since a contribution to it was written to too early."""
+        if not self.all_committed.is_set() and not self.ended.done():
+            self.apply(self.core.restart(live.bucket))
 
     def _take_back(self, lease: Lease, live: LiveRound) -> None:
         if not live.round.has_begun(lease.lease_id):

@@ -21,17 +21,14 @@ when the last expected lease begins, or goes, after the last byte came.
 """
 
 import enum
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-
-import numpy as np
-import xxhash
 
 from ayni.errors import BadChunk, Duplicate, NonFinite, SpecMismatch
 from ayni.tensors import Floats, TensorSpec, first_non_finite
 from ayni.tree import Node, children, cover, parent, root
-from coordinator_service.sums import add, divide, segment_squares
+from coordinator_service.places import MeanPlace
+from coordinator_service.sums import add, divide, is_finite
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +69,14 @@ class Round:
     """Reduces one bucket. Call from one task at a time; every method is plain computation."""
 
     def __init__(
-        self, *, label: str, spec: TensorSpec, num_microbatches: int, chunk_elements: int, expected: Iterable[int]
+        self,
+        *,
+        label: str,
+        spec: TensorSpec,
+        num_microbatches: int,
+        chunk_elements: int,
+        expected: Iterable[int],
+        place: MeanPlace | None = None,
     ) -> None:
         """Opens the round.
 
@@ -82,6 +86,7 @@ class Round:
             num_microbatches: M.
             chunk_elements: length of every chunk but a part's last.
             expected: leases that must begin before anything is emitted: those whose workers receive the mean.
+            place: where the mean is put together and taken down; None for anywhere.
         """
         self.label = label
         self.spec = spec
@@ -90,7 +95,8 @@ class Round:
         self._spec_of = ""
         """Worker that said first what the tensor looks like."""
         self._root = root(num_microbatches)
-        self._chunk_elements = chunk_elements
+        self.chunk_elements = chunk_elements
+        self._place = place or MeanPlace()
         self.restart(expected)
 
     def restart(self, expected: Iterable[int]) -> None:
@@ -98,12 +104,17 @@ class Round:
         self.held_bytes = 0
         self._expected = set(expected)
         self._weights: dict[int, int] = {}
+        self._total_weight = 0
         self._contributions: dict[int, _Contribution] = {}
         self._pending: dict[int, dict[Node, Floats]] = {}
         """For each chunk position (its first element), the sums that wait for their other half."""
         self._emitted = 0
-        self._square_sums: list[float] = []
-        self._hash = xxhash.xxh3_128()
+        self._digest = self._place.new_digest()
+
+    @property
+    def mean_N(self) -> Floats | None:  # noqa: N802
+        """Where the mean is put together, shape [N], float32; None for anywhere."""
+        return self._place.mean_N
 
     @property
     def open_for(self) -> list[int]:
@@ -118,7 +129,7 @@ class Round:
     @property
     def digest(self) -> str:
         """XXH3-128 in hex over the bytes of the mean that was emitted so far: float32, little-endian."""
-        return self._hash.hexdigest()
+        return self._digest.hexdigest()
 
     def has_begun(self, lease: int) -> bool:
         """Returns whether a lease's contribution has begun."""
@@ -136,7 +147,7 @@ class Round:
     @property
     def total_weight(self) -> int:
         """Sum of the weights that were declared."""
-        return sum(self._weights.values())
+        return self._total_weight
 
     @property
     def complete(self) -> bool:
@@ -151,11 +162,11 @@ class Round:
     @property
     def square_sum(self) -> float:
         """Sum of the squares of the emitted mean, exactly rounded from float64 sums over fixed segments."""
-        return math.fsum(self._square_sums)
+        return self._digest.square_sum()
 
     @property
     def _declared(self) -> bool:
-        return len(self._weights) == self._root.stop and not self.open_for
+        return len(self._weights) == self._root.stop and self._expected <= self._contributions.keys()
 
     def begin(self, lease: int, name: str, spec: TensorSpec, weights: dict[int, int]) -> list[Reduced]:
         """Declares one lease's micro-batches. Those that an ended lease left whole are not asked for again.
@@ -188,7 +199,9 @@ class Round:
         self._contributions[lease] = _Contribution(
             name=name, start=start, stop=stop, parts=parts, next_offsets=[0] * len(parts), is_held=is_held
         )
-        self._weights.update(weights)
+        if not is_held:
+            self._weights.update(weights)
+            self._total_weight += sum(weights.values())
         if not (self._declared or any(self._absent(part) for part in parts)):
             return []
         return self._settle()
@@ -218,7 +231,7 @@ class Round:
             del self._contributions[lease]
             if not contribution.is_held:
                 for microbatch in range(contribution.start, contribution.stop):
-                    del self._weights[microbatch]
+                    self._total_weight -= self._weights.pop(microbatch)
         return Fate.REMOVED, self._settle() if self._declared else []
 
     def contribute(self, lease: int, part: int, offset: int, values_C: Floats) -> list[Reduced]:
@@ -250,7 +263,7 @@ class Round:
         if contribution is None:
             return 0
         ahead = max(contribution.next_offsets, default=0) - self._emitted
-        return max(0, -(-ahead // self._chunk_elements))
+        return max(0, -(-ahead // self.chunk_elements))
 
     def finished_sending(self, lease: int) -> bool:
         """Returns whether every part of weight above 0 has come whole."""
@@ -278,11 +291,11 @@ class Round:
             raise self._bad_chunk(contribution, "part", f"one with weight, of {len(contribution.parts)}", part)
         if offset != contribution.next_offsets[part]:
             raise self._bad_chunk(contribution, "offset", contribution.next_offsets[part], offset)
-        length = min(self._chunk_elements, self.spec.num_elements - offset)
+        length = min(self.chunk_elements, self.spec.num_elements - offset)
         if values_C.size != length or length == 0:
             raise self._bad_chunk(contribution, "length", length, values_C.size)
-        bad = first_non_finite(values_C)
-        if bad is not None:
+        if not is_finite(values_C):
+            bad = first_non_finite(values_C) or 0
             raise NonFinite(
                 f"{self.label}: worker {contribution.name} contributes {values_C[bad]} at element {offset + bad}",
                 worker=contribution.name,
@@ -355,12 +368,11 @@ class Round:
 
     def _emit(self, offset: int, total_C: Floats) -> Reduced:
         self._pending.pop(offset, None)
-        mean_C = divide(total_C, self.total_weight)
-        squares = segment_squares(mean_C)
-        if not all(map(math.isfinite, squares)):
+        out_C = None if self.mean_N is None else self.mean_N[offset : offset + total_C.size]
+        mean_C = divide(total_C, self.total_weight, out_C)
+        if not is_finite(mean_C):
             raise self._overflow(offset, mean_C)
-        self._square_sums.extend(squares)
-        self._hash.update(np.ascontiguousarray(mean_C, "<f4").data)
+        self._digest.add(mean_C)
         self._emitted += mean_C.size
         return Reduced(offset=offset, values_C=mean_C)
 

@@ -83,9 +83,11 @@ class Releases:
 
     def note_sent(self, live: LiveStep, worker_id: int) -> None:
         """Notes that a worker's contribution or commit came, which may have been its last."""
+        if worker_id in self._arrived:
+            return
         leases = live.core.leases_of(worker_id)
         primary = next((lease for lease in leases if not lease.is_extra), None)
-        if worker_id in self._arrived or primary is None or primary.start == primary.stop:
+        if primary is None or primary.start == primary.stop:
             return
         if live.core.has_sent(primary):
             self._arrived.add(worker_id)

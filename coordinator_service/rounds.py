@@ -1,7 +1,8 @@
 """Live reductions: one outbox for each contribution, and when to stop reading from a fast worker.  [shell]
 
 Each chunk of the mean is joined into one frame (one copy) that all outboxes share; an extra lease's contribution gets
-none, because its worker receives the mean under its primary lease. A contribution is read no further
+none, because its worker receives the mean under its primary lease. Workers that share memory with the coordinator are
+sent where the mean lies. A contribution is read no further
 while its worker is `window` chunks ahead of the mean, does not fetch the mean, or fills its budget over all of its
 contributions. One chunk of each contribution is always admitted: the next chunk that everybody needs can never be
 stuck behind a budget, so the budget can't deadlock. Memory is bounded by workers x (budget + open contributions).
@@ -10,15 +11,20 @@ stuck behind a budget, so the budget can't deadlock. Memory is bounded by worker
 import asyncio
 import zlib
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator, Sequence
 
 from ayni import frames, tensors
 from ayni.buckets import Bucket
 from ayni.errors import AyniError, BadChunk, Checksum
 from coordinator_service.leases import Lease, Totals
 from coordinator_service.reduction import Reduced
+from coordinator_service.same_host import SameHost
 from coordinator_service.signals import Signal
+from coordinator_service.sources import Source, source
 from coordinator_service.steps import Step
+
+_BURST = 4
+"""Chunks in shared memory that are added at a time: about a millisecond of the event loop."""
 
 
 class Flow:
@@ -41,22 +47,32 @@ class Flow:
 class LiveRound:
     """A round and everybody who contributes to it."""
 
-    def __init__(self, bucket: Bucket, step: Step, on_change: Signal) -> None:
+    def __init__(self, bucket: Bucket, step: Step, same_host: SameHost, on_change: Signal) -> None:
         """Wraps a round of a step; `on_change` is notified when a chunk was emitted."""
         self.bucket = bucket
         self.round = step.rounds[bucket]
         self.step = step
+        self.same_host = same_host
         self.exchanges: list[Exchange] = []
+        self.sources: list[Source] = []
+        """Contributions in shared memory that the sums may contain, or wait for."""
+        self.on_torn: Callable[[LiveRound], None] = lambda live: None
+        """Told when one of them was written to before it was added everywhere."""
         self._on_change = on_change
 
-    def publish(self, reduced: Iterable[Reduced]) -> None:
-        """Puts finished chunks in every outbox."""
-        for chunk in reduced:
-            frame = self._frame(chunk)
-            for exchange in self.exchanges:
+    def publish(self, reduced: Sequence[Reduced]) -> None:
+        """Puts finished chunks in every outbox, unless what they were made of has changed."""
+        if not reduced and not self.round.complete:
+            return  # Nobody has anything to do: waking all for each that begins would grow with its square.
+        if reduced and not all(source.is_intact for source in self.sources):
+            self.on_torn(self)
+            return
+        frames_of = {is_shared: list(self._frames(reduced, is_shared)) for is_shared in self._ways}
+        for exchange in self.exchanges:
+            for frame in frames_of[exchange.takes_shared]:
                 exchange.push(frame)
         for exchange in self.exchanges:
-            exchange.flow.changed.notify()
+            exchange.wake()
         self._on_change.notify()
 
     def fail(self, error: AyniError) -> None:
@@ -64,14 +80,36 @@ class LiveRound:
         for exchange in self.exchanges:
             exchange.fail(error)
 
+    def start_again(self, error: AyniError) -> None:
+        """Ends every contribution, because all are to begin once more."""
+        self.sources.clear()
+        self.same_host.renew(self.round.mean_N)
+        self.fail(error)
+
+    def close(self) -> None:
+        """Lets go of workers' memory, and of who is told that it was torn; the attempt is over."""
+        self.sources.clear()
+        self.on_torn = lambda live: None
+
     def exchange_of(self, lease_id: int) -> "Exchange | None":
         """Returns the stream that a lease's contribution comes through now, if there is one."""
         return next((e for e in self.exchanges if e.lease.lease_id == lease_id and not e.failed), None)
 
-    def _frame(self, chunk: Reduced) -> bytes:
-        dtype = self.round.spec.dtype
-        payload = tensors.encode(chunk.values_C, dtype)
-        return frames.encode_chunk(frames.CHUNK_FIELD, chunk.offset * tensors.itemsize(dtype), 0, payload)
+    @property
+    def _ways(self) -> set[bool]:
+        return {exchange.takes_shared for exchange in self.exchanges}
+
+    def _frames(self, reduced: Sequence[Reduced], is_shared: bool) -> Iterator[bytes]:
+        dtype = tensors.mean_dtype(self.round.spec.dtype)
+        size = tensors.itemsize(dtype)
+        places = self.same_host.places(reduced) if is_shared else None
+        if places is not None:
+            for offset, place in places:
+                yield frames.encode_shared_chunk(frames.CHUNK_FIELD, offset * size, 0, place)
+            return
+        for chunk in reduced:
+            payload = tensors.encode(chunk.values_C, dtype)
+            yield frames.encode_chunk(frames.CHUNK_FIELD, chunk.offset * size, 0, payload)
 
 
 class Exchange:
@@ -83,7 +121,13 @@ class Exchange:
         self.lease = lease
         self._live = live
         self._window = window
+        self.takes_shared = live.same_host.is_connected(lease.worker_id)
+        """Whether the worker is sent where the mean lies."""
+        self._is_shared: bool | None = None
+        """Whether the contribution lies in shared memory; None before its first chunk."""
         self._outbox: deque[bytes] = deque()
+        self._mail = Signal()
+        """Notified when there is something to send, or nothing any more. Its own: a worker has many exchanges."""
         self.failure: asyncio.Future[AyniError] = asyncio.get_running_loop().create_future()
         """Done when the contribution was refused or given up."""
         live.exchanges.append(self)
@@ -91,8 +135,8 @@ class Exchange:
 
     @property
     def backlog(self) -> int:
-        """Chunk positions ahead of the mean."""
-        return self._live.round.backlog(self.lease.lease_id)
+        """Chunk positions ahead of the mean whose bytes are held here."""
+        return 0 if self._is_shared else self._live.round.backlog(self.lease.lease_id)
 
     @property
     def bucket(self) -> Bucket:
@@ -138,27 +182,60 @@ class Exchange:
         """Whether all bytes of the contribution came."""
         return self._live.round.finished_sending(self.lease.lease_id)
 
-    def contribute(self, frame: bytes) -> None:
-        """Adds the chunk in a frame (no copy of a float32 payload).
+    async def contribute(self, frame: bytes) -> None:
+        """Adds the chunk in a frame, or those that it says the place of (no copy of a float32 payload).
 
         Raises:
             BadChunk, NonFinite, BadRequest, Checksum: the frame is refused; nothing of it was added.
         """
+        chunk = self._parse(frame)
+        self.flow.received_bytes += len(frame)
+        offset = self._elements(chunk.offset_bytes, tensors.position_bytes(self._live.round.spec.dtype))
+        if chunk.shared is not None:
+            await self._add_shared(chunk, chunk.shared, offset)
+            return
+        self._check_sum(chunk)
+        self._check_length(chunk)
+        values = tensors.decode(chunk.data, self._live.round.spec.dtype)
+        self._live.publish(self._live.round.contribute(self.lease.lease_id, chunk.part, offset, values))
+
+    async def _add_shared(self, chunk: frames.ChunkView, shared: frames.SharedRange, offset: int) -> None:
+        """Adds chunk by chunk out of the worker's memory; lets others have a turn in between."""
+        region = self._live.same_host.lent(self.lease.worker_id, shared.region)
+        found = source(self._live.round.label, region, chunk, shared)
+        self._live.sources.append(found)
+        finished: list[Reduced] = []
+        for number, values in enumerate(found.pieces(self._live.round.chunk_elements), 1):
+            finished += self._live.round.contribute(self.lease.lease_id, chunk.part, offset, values)
+            offset += values.size
+            if number % _BURST == 0:
+                self._live.publish(finished)
+                finished = []
+                await asyncio.sleep(0)
+                if self.failed:
+                    return
+        self._live.publish(finished)
+
+    def _parse(self, frame: bytes) -> frames.ChunkView:
         field_number, chunk = frames.decode_frame(frame)
         if not isinstance(chunk, frames.ChunkView):
-            raise BadChunk(
-                f"{self._live.round.label}: a frame with field {field_number} came where a chunk was expected",
-                field="frame",
-                expected="chunk",
-                received=field_number,
-                bucket=self._live.round.label,
-            )
-        self.flow.received_bytes += len(frame)
-        self._check_sum(chunk)
-        dtype = self._live.round.spec.dtype
-        values = tensors.decode(chunk.data, dtype)
-        offset = self._elements(chunk.offset_bytes, tensors.itemsize(dtype))
-        self._live.publish(self._live.round.contribute(self.lease.lease_id, chunk.part, offset, values))
+            raise self._bad(f"a frame with field {field_number} came where a chunk was expected", "chunk", field_number)
+        is_shared = chunk.shared is not None
+        if self._is_shared is None:
+            self._is_shared = is_shared
+        elif self._is_shared != is_shared:
+            raise self._bad("a contribution came in part in frames and in part in shared memory", "one way", "both")
+        return chunk
+
+    def _check_length(self, chunk: frames.ChunkView) -> None:
+        """Refuses more than a chunk before it is decoded: that may take four times its bytes."""
+        most = tensors.payload_bytes(self._live.round.chunk_elements, self._live.round.spec.dtype)
+        if len(chunk.data) > most:
+            raise self._bad(f"a chunk has {len(chunk.data)} bytes; at most {most} are expected", most, len(chunk.data))
+
+    def _bad(self, sentence: str, expected: object, received: object) -> BadChunk:
+        label = self._live.round.label
+        return BadChunk(f"{label}: {sentence}", field="frame", expected=expected, received=received, bucket=label)
 
     def _check_sum(self, chunk: frames.ChunkView) -> None:
         if chunk.crc32 is not None and zlib.crc32(chunk.data) != chunk.crc32:
@@ -185,7 +262,7 @@ class Exchange:
                 raise self.failure.result()
             if self._live.round.complete:
                 return None
-            await self.flow.changed.wait()
+            await self._mail.wait()
         frame = self._outbox.popleft()
         self.flow.sent_bytes += len(frame)
         self.flow.changed.notify()
@@ -201,6 +278,11 @@ class Exchange:
         if not self.failed:
             self.failure.set_result(error)
         self._outbox.clear()
+        self.wake()
+
+    def wake(self) -> None:
+        """Has whoever sends the mean, or waits for room, look again."""
+        self._mail.notify()
         self.flow.changed.notify()
 
     def close(self) -> None:
@@ -211,6 +293,8 @@ class Exchange:
         self.flow.changed.notify()
 
     def _has_room(self) -> bool:
+        if self._is_shared:
+            return True
         ahead = self.backlog
         if ahead == 0:
             return len(self._outbox) < self._window

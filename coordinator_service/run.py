@@ -40,6 +40,7 @@ from coordinator_service.membership import Applicant, Epoch, Member, Membership
 from coordinator_service.progress import Progress
 from coordinator_service.releases import Releases
 from coordinator_service.rounds import Exchange
+from coordinator_service.same_host import SameHost
 from coordinator_service.signals import Signal
 from coordinator_service.store import RunStore
 from coordinator_service.stored_states import StoredStates
@@ -97,6 +98,8 @@ class Run:
         self.stored_problem = ""
         """Why the last try to load it failed, for people; empty for none."""
         self.live: LiveStep | None = None
+        self.same_host = SameHost()
+        """What is shared with workers of this host; nothing until the server says so."""
         self._commits: dict[tuple[Moment, str], Commit] = {}
         self._update = facts.get(_UPDATE, "") if file.optimizer.update == "auto" else file.optimizer.update
         self._stopped = False
@@ -358,6 +361,7 @@ class Run:
     def _gone(self, member: Member, reason: str) -> None:
         if self.live:
             self.releases.lose(self.live, member.worker_id, f"worker {member.name} left: {reason}")
+        self.same_host.drop(member.worker_id)
         if not self.epochs.seats and not self.progress.has_begun:
             self.epochs.core.agreed = self._given_agreements()
         self.changed.notify()

@@ -23,7 +23,9 @@ from coordinator_service.relay import add_relay
 from coordinator_service.replay import FINAL_PARAMETERS, FINAL_STEPS
 from coordinator_service.resume import resumable
 from coordinator_service.run import Run
+from coordinator_service.same_host import SameHost
 from coordinator_service.service import RAW_METHODS, CoordinatorServicer
+from coordinator_service.shared_regions import SharedRegions
 from coordinator_service.state_keeper import StateKeeper
 from coordinator_service.store import RunStore, open_store
 from coordinator_service.worker_stub import GrpcBlockWorker
@@ -58,6 +60,8 @@ async def serve(file: RunFile, stop: Stop) -> int:
         run = Run(file, store)
         folder = str(file.artifacts.resolve()) if file.artifacts else ""
         store.set_facts({_CONFIG: json.dumps(status.shared_config(run)), _ARTIFACTS: folder})
+        if file.gradients == "auto" and file.wire_type == "float32":
+            run.same_host = SameHost(SharedRegions(None, run.epochs.find, 4 * file.max_bucket_bytes))
         attachments = Attachments()
         dial = partial(_dial, file, token, attachments)
         driver = Driver(run, Recovery(run, store), StateKeeper(run, dial), Onboarding(run, attachments, dial))
@@ -86,6 +90,7 @@ async def _serve(run: Run, driver: Driver, servicer: CoordinatorServicer, token:
             run.epochs.dismiss(UnknownWorker(sentence, worker_id="all"))
         await health.enter_graceful_shutdown()
         await server.stop(grace=2.0)
+        await run.same_host.close()
 
 
 async def _drive(run: Run, driver: Driver, stop: Stop) -> None:

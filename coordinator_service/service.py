@@ -50,6 +50,7 @@ class CoordinatorServicer:
             heartbeat_interval=duration(file.timeouts.heartbeat_interval.total_seconds()),
             wire_type=dtype_enum(file.wire_type),
             update=self._run.update_mode,
+            shared_memory=wire.shared_memory(self._run.same_host.offer()),
         )
 
     async def ShardAssignment(

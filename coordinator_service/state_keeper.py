@@ -100,6 +100,8 @@ class StateKeeper:
         progress = self._run.progress
         # What was settled of steps that were taken back is not settled any more.
         progress.settled_steps = min(progress.settled_steps, progress.committed_steps)
+        if not (self._config.store_every or self._extra):
+            return None
         members, extra = self._members(), self._extra
         due = next_state(self._config.store_every, progress.settled_steps, members, extra, is_last=self._is_last)
         return due if due and due.steps <= progress.committed_steps else None

@@ -19,6 +19,7 @@ class StatsBook:
         self._label = label
         self._step = step
         self._stats: dict[int, MicrobatchStats] = {}
+        self._totals: Totals | None = None
 
     def take_down(self, lease: Lease, stats: Sequence[MicrobatchStats]) -> None:
         """Notes what is said under a lease; all of it, or nothing if it is refused.
@@ -36,11 +37,15 @@ class StatsBook:
                 contributed=[s.microbatch for s in stats],
             )
         merged = [self._merge(lease, s) for s in stats]
-        self._stats.update({s.microbatch: s for s in merged})
+        changed = {s.microbatch: s for s in merged if self._stats.get(s.microbatch) != s}
+        if changed:
+            self._stats.update(changed)
+            self._totals = None
 
     def keep(self, spoken: Container[int]) -> None:
         """Forgets what was said of other micro-batches than these."""
         self._stats = {m: stats for m, stats in self._stats.items() if m in spoken}
+        self._totals = None
 
     def weight(self, lease: Lease) -> int:
         """Returns what a lease's micro-batches weigh together."""
@@ -48,6 +53,11 @@ class StatsBook:
 
     def totals(self) -> Totals:
         """Returns the sums over all micro-batches that were said so far; losses are added exactly, then rounded."""
+        if self._totals is None:
+            self._totals = self._sum()
+        return self._totals
+
+    def _sum(self) -> Totals:
         stats = [self._stats[m] for m in sorted(self._stats)]
         weight = sum(s.weight for s in stats)
         losses = [s.loss_sum for s in stats if s.loss_sum is not None]

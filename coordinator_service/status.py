@@ -96,6 +96,7 @@ def _worker(run: Run, seat: Seat) -> pb.WorkerSnapshot:
         following=seat.following,
         strikes=run.epochs.core.strikes[member.name],
         memory_bytes=member.applicant.memory_bytes,
+        shares_memory=run.same_host.is_connected(member.worker_id),
     )
 
 

@@ -128,12 +128,13 @@ def _table(snapshot: pb.RunSnapshot, wide: bool) -> Table:
         ("compute", lambda w: _seconds(w.times.compute.ToTimedelta())),
         ("exchange", lambda w: _seconds(w.times.exchange.ToTimedelta())),
         ("wait", lambda w: _seconds(w.times.commit_wait.ToTimedelta())),
+        ("by", lambda w: "shm" if w.shares_memory else "grpc"),
         ("in", lambda w: _size(w.received_bytes)),
         ("out", lambda w: _size(w.sent_bytes)),
         ("seen", lambda w: f"{w.last_seen.ToTimedelta().total_seconds():.1f} s ago"),
     ]
     if not wide:
-        hidden = ("id", "wait", "in", "out", "seen")
+        hidden = ("id", "wait", "by", "in", "out", "seen")
         columns = [column for column in columns if column[0] not in hidden]
     for title, _ in columns:
         table.add_column(title, overflow="fold")

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 
 from ayni import failpoints
-from ayni.tensors import itemsize
+from ayni.tensors import position_bytes
 from coordinator_service import plan
 from coordinator_service.epochs import Seat
 from coordinator_service.leases import Lease
-from coordinator_service.live import LiveStep
+from coordinator_service.live import LiveStep, Surroundings
 from coordinator_service.membership import Epoch
 from coordinator_service.run import Run
 from coordinator_service.shards import Bid
@@ -36,8 +36,9 @@ class StepOpening:
         layout = plan.lay_out(run.file, kind, step, evaluation_samples, bids, self._before(kind, seats))
         self._shares[kind] = (_members(seats), tuple((share.start, share.stop) for share in layout.shares))
         leases = [self._lease(seat, share.start, share.stop) for seat, share in zip(seats, layout.shares, strict=True)]
-        chunk_elements = run.file.chunk_bytes // itemsize(run.file.wire_type)
-        live = LiveStep(layout, attempt, epoch, leases, chunk_elements, run.changed)
+        chunk_elements = run.file.chunk_bytes // position_bytes(run.file.wire_type)
+        around = Surroundings(chunk_elements=chunk_elements, on_change=run.changed, same_host=run.same_host)
+        live = LiveStep(layout, attempt, epoch, leases, around)
         live.update = run.update_mode
         run.live = live
         run.releases.open(live)

@@ -22,10 +22,11 @@ import numpy as np
 import xxhash
 
 from ayni.buckets import Bucket
-from ayni.errors import BadRequest, Diverged, LeaseRevoked, NotLeased, SpecMismatch, StaleEpoch, StaleStep
+from ayni.errors import BadRequest, LeaseRevoked, NotLeased, SpecMismatch, StaleEpoch, StaleStep
 from ayni.step_values import MicrobatchStats, Report
 from ayni.tensors import TensorSpec
 from coordinator_service.leases import Change, Key, Lease, Moment, Totals
+from coordinator_service.places import Places
 from coordinator_service.reduction import Fate, Round
 from coordinator_service.stats_book import StatsBook
 
@@ -41,6 +42,7 @@ class Step:
         num_microbatches: int,
         leases: Iterable[Lease],
         chunk_elements: int = 1 << 18,
+        places: Places | None = None,
     ) -> None:
         """Opens the attempt.
 
@@ -50,13 +52,17 @@ class Step:
             num_microbatches: micro-batches of the whole step.
             leases: one for each worker of the epoch, together covering all micro-batches.
             chunk_elements: elements of a chunk.
+            places: where means are put together; None for anywhere.
         """
+        self._places = places or Places()
         self.step = moment.step
         self.attempt = moment.attempt
         self.epoch = moment.epoch
         self.kind = kind
         self.num_microbatches = num_microbatches
         self.leases = {lease.lease_id: lease for lease in leases}
+        self._live: list[Lease] | None = None
+        self._has_rivals = False
         self.rounds: dict[Bucket, Round] = {}
         self.committed: set[int] = set()
         """Leases that are done."""
@@ -78,13 +84,15 @@ class Step:
     @property
     def live(self) -> list[Lease]:
         """Leases that are in force or done."""
-        return [lease for lease in self.leases.values() if lease.lease_id not in self.ended]
+        if self._live is None:
+            self._live = [lease for lease in self.leases.values() if lease.lease_id not in self.ended]
+        return self._live
 
     @property
     def done(self) -> bool:
         """Whether every lease in force is done, and nothing is missing."""
         live = self.live
-        is_committed = bool(live) and all(lease.lease_id in self.committed for lease in live)
+        is_committed = len(self.committed) >= len(live) > 0 and all(lease.lease_id in self.committed for lease in live)
         return is_committed and not self.orphans()
 
     @property
@@ -175,6 +183,8 @@ class Step:
     def add(self, lease: Lease) -> None:
         """Gives an extra lease."""
         self.leases[lease.lease_id] = lease
+        self._live = None
+        self._has_rivals = self._has_rivals or lease.rival_of is not None
 
     def begin(
         self, lease: Lease, bucket: Bucket, spec: TensorSpec, stats: Sequence[MicrobatchStats], num_buckets: int = 0
@@ -219,6 +229,7 @@ class Step:
         """Ends leases. What they have contributed whole stays; see the module docstring."""
         ending = [lease for lease in leases if lease.lease_id not in self.ended]
         self.ended.update({lease.lease_id: reason for lease in ending})
+        self._live = None
         reduced, partial = [], set()
         for bucket, round_ in self.rounds.items():
             for lease in ending:
@@ -262,6 +273,11 @@ class Step:
         cuts = {edge for lease in self.leases.values() for edge in (lease.start, lease.stop)}
         return _ranges(missing, cuts)
 
+    def restart(self, bucket: Bucket) -> Change:
+        """Drops what was contributed to a bucket, because some of it can't be relied on."""
+        self._restart(bucket)
+        return Change(restarted=(bucket,))
+
     def totals(self) -> Totals:
         """Returns the sums over all micro-batches that were said so far."""
         return self._book.totals()
@@ -286,6 +302,7 @@ class Step:
             num_microbatches=self.num_microbatches,
             chunk_elements=self._chunk_elements,
             expected=self._receivers(),
+            place=self._places.take(spec),
         )
 
     def _receivers(self) -> list[int]:
@@ -296,6 +313,8 @@ class Step:
 
     def _win(self, lease: Lease) -> Change:
         """Ends the leases that compete with one that begins; without its primary lease a worker keeps no other."""
+        if not self._has_rivals:
+            return Change()
         losers = [
             other
             for other in self.live
@@ -379,20 +398,3 @@ def _ranges(flags: "np.ndarray[tuple[int], np.dtype[np.bool_]]", cuts: set[int])
         else:
             found.append((index, index + 1))
     return found
-
-
-def compare_hashes(label: str, hashes: dict[str, str]) -> None:
-    """Checks that all workers that gave a hash gave the same one.
-
-    Args:
-        label: which moment this is, for the error.
-        hashes: hash for each worker name; empty text means not said.
-
-    Raises:
-        Diverged: two differ; names who holds which.
-    """
-    said = {name: value for name, value in hashes.items() if value}
-    if len(set(said.values())) > 1:
-        listed = ", ".join(f"{name} has {value[:16]}" for name, value in sorted(said.items()))
-        metadata = {f"parameters_{name}": value for name, value in sorted(said.items())}
-        raise Diverged(f"{label}: the workers' parameters differ: {listed}", step=label, **metadata)

@@ -7,8 +7,9 @@ from ayni.blocks import metadata_messages
 from ayni.buckets import BLOCK_COMPONENTS, FLAT, NON_BLOCK_COMPONENTS, Bucket
 from ayni.errors import BadRequest, SpecMismatch, TooLarge
 from ayni.messages import dtype_name, origin_of, times_of
+from ayni.shm.host import SharedMemoryOffer
 from ayni.step_values import Commit, MicrobatchStats, Report
-from ayni.tensors import WIRE_DTYPES, TensorSpec, itemsize
+from ayni.tensors import WIRE_DTYPES, TensorSpec, position_bytes, scale_block_elements
 from ayni.v1 import coordinator_pb2 as pb
 from ayni.v1 import tensor_pb2
 from coordinator_service import values
@@ -85,16 +86,20 @@ def tensor(message: tensor_pb2.TensorSpec, which: Bucket, wire_type: str, max_by
     """Returns the tensor of a contribution.
 
     Raises:
-        SpecMismatch: another element type than the run's, or component sizes that do not add up.
+        SpecMismatch: another element type than the run's, blocks of another length with one scale, or component sizes
+            that do not add up.
         TooLarge: longer than `max_bytes`. Nothing was allocated.
     """
     name = dtype_name(message.dtype)
     if name != wire_type or name not in WIRE_DTYPES:
         raise _mismatch("dtype", wire_type, name or f"unknown ({message.dtype})", which)
+    if message.scale_block_elements != scale_block_elements(name):
+        expected = scale_block_elements(name)
+        raise _mismatch("scale_block_elements", expected, message.scale_block_elements, which)
     spec = TensorSpec(dtype=name, num_elements=message.num_elements, component_sizes=_components(message, which))
     if not 0 < spec.num_bytes <= max_bytes:
         raise TooLarge(
-            f"{which} has {spec.num_elements} elements; 1 to {max_bytes // itemsize(name)} are taken",
+            f"{which} has {spec.num_elements} elements; 1 to {max_bytes // position_bytes(name)} are taken",
             field="num_elements",
             limit=max_bytes,
             received=spec.num_bytes,
@@ -281,4 +286,17 @@ def _mismatch(field: str, expected: object, received: object, which: Bucket) -> 
         expected=expected,
         received=received,
         bucket=which,
+    )
+
+
+def shared_memory(offer: SharedMemoryOffer | None) -> pb.SharedMemoryOffer | None:
+    """Builds where memory can be shared with the coordinator; None for nowhere."""
+    if offer is None:
+        return None
+    return pb.SharedMemoryOffer(
+        boot_id=offer.host.boot_id,
+        pid_namespace=offer.host.pid_namespace,
+        uid=offer.host.uid,
+        folder=offer.folder,
+        socket_name=offer.socket_name,
     )

@@ -238,6 +238,8 @@ class Chaos:
             *("--coordinator", way.address, "--name", name, "--backend", "cpu", "--listen", way.listen),
             *("--output-dir", str(self.folder / name), "--cache-dir", str(self.folder / "cache"), "--no-tensorboard"),
             *("--blocks-root", str(self.folder / "blocks"), *(["--insecure"] if self.ways.insecure else [])),
+            # Half of them through shared memory, the others over links that can be cut.
+            *("--gradients", "grpc" if name[-1] in "13579" else "auto"),
             prefix=way.prefix,
         )
 

@@ -1,8 +1,10 @@
-"""Draws a run's loss, speed and step times from its metrics file.
+"""Draws a run's loss, speed and step times from its metrics file, or one step from a worker's timeline.
 
     python scripts/plot_run.py METRICS.jsonl [--out run.png]
+    python scripts/plot_run.py --timeline TIMELINE.jsonl [--step 12] [--text | --out step.png]
 
-Needs matplotlib. The file is what a worker agent writes; lines that are not whole yet are left out.
+Needs matplotlib, but not for --text. The files are what a worker agent writes, the second one with --timeline; lines
+that are not whole yet are left out.
 """
 
 import argparse
@@ -13,29 +15,69 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from scripts import step_timeline
+from scripts.step_timeline import BucketTimes
+
 Record = dict[str, Any]
 
 PHASES = {"data": "#b07aa1", "compute": "#4e79a7", "exchange": "#f28e2b", "commit_wait": "#bab0ac", "update": "#59a14f"}
 """Parts of a step's time, in the order in which they pass, with their colours."""
 SMOOTHED_STEPS = 10
+LANES = {
+    "compute": ("#4e79a7", 0.1, 0.8),
+    "wait": ("#e3dfdc", 0.1, 0.8),
+    "send": ("#f28e2b", 0.1, 0.4),
+    "receive": ("#b07aa1", 0.5, 0.4),
+    "apply": ("#59a14f", 0.1, 0.8),
+}
+"""What a bucket does in a step: its colour, and where in the bucket's lane it lies, top and height."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Draws one picture; returns the exit code."""
-    parser = argparse.ArgumentParser(description="Draws a run's loss, speed and step times from its metrics file.")
-    parser.add_argument("metrics", type=Path, help="metrics.jsonl, or the folder that holds it")
-    parser.add_argument("--out", type=Path, help="PNG file (default: beside the metrics file)")
-    options = parser.parse_args(arguments)
-    path = options.metrics / "metrics.jsonl" if options.metrics.is_dir() else options.metrics
+    options = _parser().parse_args(arguments)
     try:
-        records = read_metrics(path)
-        out = options.out or path.with_suffix(".png")
-        draw(records, out, title=path.parent.name)
+        if options.timeline:
+            _show_step(options)
+        else:
+            _show_run(options)
     except (OSError, ValueError) as error:
         print(f"plot_run: {error}", file=sys.stderr)
         return 1
-    print(out)
     return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Draws a run's loss, speed and step times, or one step of a worker.")
+    parser.add_argument("file", type=Path, help="metrics.jsonl or timeline.jsonl, or the folder that holds it")
+    parser.add_argument("--out", type=Path, help="PNG file (default: beside the file that is read)")
+    parser.add_argument("--timeline", action="store_true", help="draw what each bucket does in one step")
+    parser.add_argument("--step", type=int, help="with --timeline: which step (default: the last one)")
+    parser.add_argument("--text", action="store_true", help="with --timeline: draw with letters, to standard output")
+    return parser
+
+
+def _show_run(options: argparse.Namespace) -> None:
+    path = options.file / "metrics.jsonl" if options.file.is_dir() else options.file
+    out = options.out or path.with_suffix(".png")
+    draw(read_metrics(path), out, title=path.parent.name)
+    print(out)
+
+
+def _show_step(options: argparse.Namespace) -> None:
+    path = options.file / "timeline.jsonl" if options.file.is_dir() else options.file
+    steps = step_timeline.read_steps(path)
+    number = max(steps) if options.step is None else options.step
+    if number not in steps:
+        raise ValueError(f"{path} has steps {min(steps)} to {max(steps)}, and not step {number}")
+    if options.text:
+        print(step_timeline.text(steps[number]))
+        return
+    out = options.out or path.with_name(f"step-{number}.png")
+    draw_step(steps[number], out)
+    print(out)
 
 
 def read_metrics(path: Path) -> list[Record]:
@@ -80,6 +122,32 @@ def draw(records: Sequence[Record], out: Path, title: str) -> None:
     _draw_speed(speed, train)
     _draw_times(times, train)
     figure.suptitle(title)
+    figure.savefig(out, dpi=110)
+    pyplot.close(figure)
+
+
+def draw_step(rows: Sequence[BucketTimes], out: Path) -> None:
+    """Writes the picture of one step: a lane for each bucket, from the lease to the end of the update."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    start = min(row.began for row in rows)
+    figure, axes = pyplot.subplots(figsize=(10, 1.5 + 0.32 * len(rows)), layout="constrained")
+    for lane, row in enumerate(rows):
+        for name, (left, right) in row.spans().items():
+            colour, bottom, height = LANES[name]
+            span = [((left - start) * 1e3, (right - left) * 1e3)]
+            axes.broken_barh(span, (lane + bottom, height), color=colour, label=name if lane == 0 else None)
+    found = step_timeline.overlap(rows)
+    axes.axvline((rows[0].computed - start) * 1e3, color="#4e79a7", linestyle="--", linewidth=1, label="computed")
+    axes.axvline((rows[0].committed - start) * 1e3, color="#e15759", linestyle="--", linewidth=1, label="commit")
+    axes.set_yticks([lane + 0.5 for lane in range(len(rows))], [row.bucket for row in rows])
+    axes.invert_yaxis()
+    axes.set_xlabel("ms since the lease")
+    axes.set_title(f"step {rows[0].step}, rank {rows[0].rank}: {found.share:.0%} of the exchange hidden", loc="left")
+    figure.legend(loc="outside lower center", ncols=len(LANES) + 2)
     figure.savefig(out, dpi=110)
     pyplot.close(figure)
 

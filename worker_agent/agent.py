@@ -148,11 +148,17 @@ class Agent:
     def _train(self, job: Job, client: WorkerClient, reporter: Reporter) -> "TrainResult":
         from worker_agent.training.events import StepEvent
         from worker_agent.training.metrics import Metrics
+        from worker_agent.training.timeline import Timeline
 
         metrics = Metrics(job.folder, tensorboard=self._config.tensorboard)
+        timeline = Timeline(job.folder) if self._config.timeline else None
+        if timeline:
+            client.on_exchange(timeline.exchanged)
 
         def on_event(event: StepEvent) -> None:
             metrics.write(event)
+            if timeline:
+                timeline.write(event)
             with self._context(rank=event.rank, epoch=event.epoch, step=event.step):
                 reporter.stepped(event, job.config.num_steps)
             if event.kind == "train" and not event.following:
@@ -163,6 +169,8 @@ class Agent:
             return job.trainer.train(client, on_event)
         finally:
             metrics.close()
+            if timeline:
+                timeline.close()
             job.trainer.close()
 
     def _context(self, **fields: object) -> AbstractContextManager[None]:

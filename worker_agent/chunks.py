@@ -40,16 +40,19 @@ def slices(num_elements: int, dtype: str, chunk_bytes: int, parts: Sequence[int]
     Args:
         num_elements: N.
         dtype: element type on the wire.
-        chunk_bytes: length of every chunk but the last of a part; chosen by the coordinator.
+        chunk_bytes: length of every chunk but the last of a part; chosen by the coordinator. With int8 it is counted
+            as if the elements were float32, and so are offsets.
         parts: numbers of the parts that have weight, in order.
 
     Raises:
-        BadRequest: `chunk_bytes` does not hold whole elements.
+        BadRequest: `chunk_bytes` does not hold whole elements, or blocks of them that share a scale.
     """
-    size = tensors.itemsize(dtype)
-    if chunk_bytes < size or chunk_bytes % size:
+    size = tensors.position_bytes(dtype)
+    block = tensors.scale_block_elements(dtype)
+    if chunk_bytes < size or chunk_bytes % (size * (block or 1)):
         raise BadRequest(
-            f"the coordinator asks for chunks of {chunk_bytes} bytes, which do not hold whole {dtype} elements",
+            f"the coordinator asks for chunks of {chunk_bytes} bytes, which do not hold whole "
+            f"{f'blocks of {block} ' if block else ''}{dtype} elements",
             field="chunk_bytes",
         )
     step = chunk_bytes // size
@@ -62,11 +65,11 @@ class MeanBuffer:
     """Receives the chunks of one bucket's mean into a prepared vector."""
 
     def __init__(self, name: str, dtype: str, out_N: Vector) -> None:
-        """Takes the vector that the mean is written to, shape [N], float32, contiguous."""
+        """Takes what contributions travel in, and the vector that the mean is written to, shape [N], float32."""
         self._name = name
-        self._dtype = dtype
+        self._dtype = tensors.mean_dtype(dtype)
         self._out_N = out_N
-        self._size = tensors.itemsize(dtype)
+        self._size = tensors.itemsize(self._dtype)
         self._received = 0
 
     @property

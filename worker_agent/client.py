@@ -8,21 +8,21 @@ import logging
 import os
 import re
 import socket
+import time
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from ayni.buckets import Bucket
 from ayni.channels import open_channel
-from ayni.endpoints import ClientTls, Keepalive
 from ayni.errors import AyniError
 from ayni.settings import SettingsError
 from ayni.step_values import Origin
 from ayni.tensors import TensorSpec
 from worker_agent import bridge, contributions, messages
+from worker_agent.client_config import ClientConfig
 from worker_agent.contributions import Offer
 from worker_agent.coordinator import Coordinator
 from worker_agent.exchange import Contribution, Traffic
@@ -30,9 +30,12 @@ from worker_agent.faults import Interrupted
 from worker_agent.messages import FailedOffer, JoinFacts, Shutdown
 from worker_agent.presence import OnMember, OnOffer, Presence
 from worker_agent.rejoining import Patience, Rejoining
+from worker_agent.same_host import SharedVectors
 from worker_agent.seed_calls import SeedCalls
-from worker_agent.session import Commit, MicrobatchStats, Report, ShardAssignment, Vector
+from worker_agent.session import Commit, MicrobatchStats, OnExchange, Report, ShardAssignment, Vector
 from worker_agent.standing import Standing
+
+__all__ = ["ClientConfig", "WorkerClient"]
 
 _log = logging.getLogger(__name__)
 
@@ -40,71 +43,6 @@ T = TypeVar("T")
 
 _GRACE = timedelta(seconds=15)
 """How much longer a thread waits than the loop, whose own deadline says more."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ClientConfig:
-    """How a worker joins a run."""
-
-    coordinator: str
-    """Address of the coordinator, host:port."""
-    token: str = field(repr=False)
-    """The run's join token."""
-    run_id: str = ""
-    """Run to join; empty for whichever the coordinator has."""
-    worker_name: str = ""
-    """Name among the run's workers; empty for host name and process id."""
-    tls: ClientTls = field(default_factory=ClientTls)
-    """Whom to trust. Without an authority the connection is in clear, which only loopback allows."""
-    insecure: bool = False
-    """Speak in clear although others may read along."""
-    keepalive: Keepalive = field(default_factory=Keepalive)
-    """When a silent coordinator is taken for dead."""
-    wire_types: tuple[str, ...] = ("float32", "bfloat16", "float16")
-    """Element types that gradients may travel in; the run decides."""
-    connect_timeout: timedelta = timedelta(seconds=60)
-    """How long to try to reach the coordinator."""
-    exchange_timeout: timedelta = timedelta(minutes=40)
-    """Longest time for one bucket or one commit. Longer than the coordinator's own limit for a step, so that its
-    verdict, which names the culprit, comes first."""
-    shard_timeout: timedelta = timedelta(hours=24)
-    """Longest wait for an assignment, which includes waiting for other workers to join."""
-    device_names: tuple[str, ...] = ()
-    """Names of the accelerators, for status."""
-    worker_address: str = ""
-    """Where this worker's own service listens; empty when nobody can dial it."""
-    task_fingerprint: str = ""
-    """Hash of the model and its trainable parameters; empty for not checked."""
-    task_summary: str = ""
-    """What the fingerprint stands for, in words."""
-    dataset_fingerprint: str = ""
-    """Hash of the training data; empty for not checked."""
-    dataset_summary: str = ""
-    """What the fingerprint stands for, in words."""
-    num_training_samples: int = 0
-    """Samples in the training data; 0 for not said."""
-    num_evaluation_samples: int = 0
-    """Samples in the held-out data."""
-    num_blocks: int = 0
-    """Transformer blocks of the model, for `contribute` with a block's bucket."""
-    completed_steps: int = 0
-    """Updates that the parameters have had."""
-    origin: Origin | None = None
-    """Where the last of them came from; None for not known."""
-    parameters_sha256: str = ""
-    """Hash of the trainable parameters; empty for not checked."""
-    num_buckets: int = 0
-    """Buckets that a step's contributions consist of, for `contribute`; 0 for not said. Where it is said, the work of
-    this worker counts as soon as the last byte has left, even if it dies then."""
-    elastic: bool = False
-    """Take extra leases in the middle of a step (`commit` returns them), contribute again when a sum is lost, and come
-    back when the coordinator was lost. Not for the simple calls."""
-    rejoin_timeout: timedelta = timedelta(minutes=10)
-    """How long to try to come back, if `elastic`."""
-    max_microbatches: int = 0
-    """Most micro-batches of one step that this worker takes; 0 for no limit."""
-    memory_bytes: int = 0
-    """Memory that this worker computes in; 0 for not said."""
 
 
 class WorkerClient(SeedCalls):
@@ -116,6 +54,7 @@ class WorkerClient(SeedCalls):
         self._config = config
         self._bridge = network
         self._presence = presence
+        self._on_exchange: OnExchange | None = None
 
     @classmethod
     def connect(cls, config: ClientConfig, gpu_count: int, backend: str) -> Self:
@@ -132,6 +71,8 @@ class WorkerClient(SeedCalls):
             SettingsError: the address, the token or the TLS files are wrong.
         """
         _check_token(config.token)
+        if config.gradients not in ("auto", "grpc"):
+            raise SettingsError(f'gradients must be "auto" or "grpc", not {config.gradients!r}')
         network = bridge.shared()
         joining = _join(config, gpu_count, backend)
         presence = network.wait(joining, _seconds(config.connect_timeout), f"Join at {config.coordinator}")
@@ -212,6 +153,10 @@ class WorkerClient(SeedCalls):
         work = self._presence.commit(assignment, report)
         return self._wait(self._submit(work), f"the commit of step {assignment.step}")
 
+    def new_vector(self, num_elements: int) -> Vector:
+        """Returns a vector for parts; see `Session.new_vector`."""
+        return self._presence.standing.vectors.new(num_elements)
+
     def wake(self) -> None:
         """Makes a `receive_shard` that waits, or the next one, raise `Woken` once."""
         self._bridge.call_soon(self._presence.wake)
@@ -223,6 +168,10 @@ class WorkerClient(SeedCalls):
     def on_member(self, callback: OnMember) -> None:
         """Calls back, on the network's thread, with the membership of now and with each one after a loss."""
         self._bridge.call_soon(self._presence.on_member, callback)
+
+    def on_exchange(self, callback: OnExchange) -> None:
+        """Calls back, on the network's thread, with each exchange that is over, before its future is done."""
+        self._on_exchange = callback
 
     def fail_offer(self, offer_id: int, reason: str, *, is_damaged: bool = False) -> None:
         """Tells the coordinator that an offered state could not be taken; it makes another offer.
@@ -308,7 +257,16 @@ class WorkerClient(SeedCalls):
     def _contribute(self, offer: Offer) -> "Future[Vector]":
         contributions.check(offer)
         spec = TensorSpec(dtype=self.wire_type, num_elements=offer.out.size, component_sizes=offer.component_sizes)
-        return self._submit(_mean(self._presence, offer, spec))
+        return self._submit(self._mean(offer, spec, time.perf_counter()))
+
+    async def _mean(self, offer: Offer, spec: TensorSpec, handed_over: float) -> Vector:
+        begin = messages.begin_frame(self._presence.member.membership.worker_id, offer, spec)
+        out = None if offer.assignment.extra else offer.out
+        contribution = Contribution(name=offer.name, begin=begin, spec=spec, parts=offer.parts, out=out)
+        outcome = await self._presence.contribute(offer.assignment, offer.bucket, contribution)
+        if self._on_exchange:
+            self._on_exchange(contributions.exchange_of(offer, handed_over, outcome.times))
+        return offer.out
 
     def _start_commit(self, assignment: ShardAssignment, report: Report) -> "Future[Commit | ShardAssignment]":
         return self._submit(self._presence.commit(assignment, report))
@@ -338,19 +296,12 @@ async def _join(config: ClientConfig, gpu_count: int, backend: str) -> Presence:
         completed_steps=config.completed_steps,
         origin=config.origin,
         parameters_sha256=config.parameters_sha256,
+        vectors=SharedVectors(is_wanted=config.gradients == "auto"),
     )
     patience = Patience(exchange=config.exchange_timeout, rejoin=config.rejoin_timeout)
     presence = Presence(Rejoining(dial, facts, standing, patience), standing, patience)
     await presence.join(config.connect_timeout)
     return presence
-
-
-async def _mean(presence: Presence, offer: Offer, spec: TensorSpec) -> Vector:
-    begin = messages.begin_frame(presence.member.membership.worker_id, offer, spec)
-    out = None if offer.assignment.extra else offer.out
-    contribution = Contribution(name=offer.name, begin=begin, spec=spec, parts=offer.parts, out=out)
-    await presence.contribute(offer.assignment, offer.bucket, contribution)
-    return offer.out
 
 
 def _facts(config: ClientConfig, gpu_count: int, backend: str) -> JoinFacts:

@@ -10,6 +10,7 @@ from worker_agent.blocks_config import BlocksConfig
 _NAMES = {
     "backend": ("auto", "cuda", "wgpu", "cpu"),
     "attach": ("auto", "always", "never"),
+    "gradients": ("auto", "grpc"),
     "log_format": ("text", "json"),
     "log_level": ("debug", "info", "warning", "error"),
 }
@@ -39,6 +40,9 @@ class WorkerConfig:
     """Steps between checkpoints "last". 0: only at the end. The best evaluation is always kept."""
     tensorboard: bool = True
     """Write TensorBoard scalars beside the metrics, where the package is installed."""
+    timeline: bool = False
+    """Write down, beside the metrics, when each bucket of each step was computed, sent, received and applied, for
+    scripts/plot_run.py --timeline."""
     listen: str = "127.0.0.1:0"
     """Where this worker's own service listens, host:port; port 0 picks one and prints it."""
     tls: ClientTls = field(default_factory=ClientTls)
@@ -67,6 +71,9 @@ class WorkerConfig:
     """Most micro-batches of one step that this worker takes. 0: no limit."""
     follow_bytes: int = 1 << 30
     """Most memory for the means of the steps that the others make while this worker fetches the run's state."""
+    gradients: str = "auto"
+    """How gradients travel: auto through memory shared with the coordinator where it runs on this host, as the same
+    user; grpc always over gRPC."""
     attach: str = "auto"
     """Whether calls to this worker travel back over a stream that it opens to the coordinator: always, never, or auto:
     when it listens on loopback and the coordinator is elsewhere."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from ayni import tree
 from ayni.buckets import Bucket
-from worker_agent.session import MicrobatchStats, ShardAssignment, Vector
+from worker_agent.session import BucketExchange, ExchangeTimes, MicrobatchStats, ShardAssignment, Vector
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +32,17 @@ class Offer:
     def name(self) -> str:
         """Names it in errors."""
         return f"{self.bucket} of step {self.assignment.step}"
+
+
+def exchange_of(offer: Offer, handed_over: float, times: ExchangeTimes) -> BucketExchange:
+    """Returns what became of an offer that was made at one moment."""
+    return BucketExchange(
+        assignment=offer.assignment,
+        bucket=offer.bucket,
+        num_elements=offer.out.size,
+        handed_over=handed_over,
+        times=times,
+    )
 
 
 def check(offer: Offer) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from ayni.run_config import RunConfig
 from ayni.settings import from_mapping
+from ayni.tensors import WIRE_DTYPES
 from worker_agent.bridge import Bridge
 from worker_agent.client import ClientConfig, WorkerClient
 from worker_agent.config import WorkerConfig
@@ -66,6 +67,8 @@ class Job:
             device_names=self.backend.device_names,
             memory_bytes=_memory_bytes(self.backend),
             max_microbatches=config.max_microbatches,
+            gradients=config.gradients,
+            wire_types=WIRE_DTYPES,
             elastic=True,
             worker_address=address,
             task_fingerprint=task.fingerprint(),

@@ -36,6 +36,7 @@ from worker_agent.heart import Heart
 from worker_agent.messages import Frame, Membership, Revoked, Shutdown, StateOffer, Waiting
 from worker_agent.news import News, voided
 from worker_agent.repeating import Repeating
+from worker_agent.same_host import SameHost
 from worker_agent.session import Commit, Report, ShardAssignment
 from worker_agent.standing import Standing
 
@@ -80,7 +81,8 @@ class Member:
         self._lives: list[asyncio.Task[None]] = []
         self._leaving = False
         self._changes = ChangeLogger(_log)
-        self._repeating = Repeating(coordinator, self.news, standing)
+        self._same_host = SameHost(membership.shared_memory, membership.session, standing.vectors)
+        self._repeating = Repeating(coordinator, self.news, standing, self._same_host)
         self._heart = Heart(coordinator, membership, standing, self._changes)
 
     @property
@@ -91,6 +93,10 @@ class Member:
     def start_heart(self) -> None:
         """Starts heartbeats."""
         self._start_life(self._beat())
+
+    async def share_memory(self) -> None:
+        """Connects to the memory of a coordinator on this host, so that the first gradients can go through it."""
+        await self._same_host.regions()
 
     def listen(self) -> None:
         """Says that the worker is ready, and reads the assignment stream from then on."""
@@ -134,6 +140,10 @@ class Member:
         try:
             work = partial(self._repeating.contribute, bucket, contribution)
             return await self._guarded(held, work, f"the mean of {contribution.name}")
+        except BaseException:
+            # Before anybody hears of it, and may write to the parts again.
+            self._standing.vectors.give_up(contribution.parts)
+            raise
         finally:
             held.contributions.discard(task)
 
@@ -204,6 +214,7 @@ class Member:
         for life in self._lives:
             life.cancel()
         await asyncio.gather(*self._lives, return_exceptions=True)
+        await self._same_host.close()
         await self._coordinator.close()
 
     def fail(self, error: Exception) -> None:

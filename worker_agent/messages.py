@@ -11,8 +11,9 @@ from ayni.blocks.metadata import WorkerMetadata
 from ayni.blocks.metadata_messages import metadata_of
 from ayni.errors import AyniError
 from ayni.messages import dtype_enum, dtype_name, origin_message, times_message
+from ayni.shm.host import HostIdentity, SharedMemoryOffer
 from ayni.step_values import Origin
-from ayni.tensors import TensorSpec
+from ayni.tensors import TensorSpec, scale_block_elements
 from ayni.v1 import coordinator_pb2 as pb
 from ayni.v1 import tensor_pb2
 from worker_agent.artifact_names import Artifact
@@ -97,6 +98,8 @@ class Membership:
     lease: timedelta
     heartbeat_interval: timedelta
     wire_type: str
+    shared_memory: SharedMemoryOffer | None = None
+    """Where memory can be shared with the coordinator; None where it can't."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,7 +196,14 @@ def membership(message: pb.JoinResponse) -> Membership:
         lease=message.lease.ToTimedelta(),
         heartbeat_interval=message.heartbeat_interval.ToTimedelta(),
         wire_type=dtype_name(message.wire_type),
+        shared_memory=shared_memory(message.shared_memory) if message.HasField("shared_memory") else None,
     )
+
+
+def shared_memory(message: pb.SharedMemoryOffer) -> SharedMemoryOffer:
+    """Converts where memory can be shared with the coordinator."""
+    host = HostIdentity(boot_id=message.boot_id, pid_namespace=message.pid_namespace, uid=message.uid)
+    return SharedMemoryOffer(host=host, folder=message.folder, socket_name=message.socket_name)
 
 
 def assignment_frame(message: pb.ShardAssignmentResponse) -> Frame:
@@ -255,7 +265,10 @@ def begin_frame(worker_id: int, offer: Offer, spec: TensorSpec) -> bytes:
         attempt=assignment.attempt,
         lease_id=assignment.lease_id,
         tensor=tensor_pb2.TensorSpec(
-            dtype=dtype_enum(spec.dtype), num_elements=spec.num_elements, component_sizes=spec.component_sizes
+            dtype=dtype_enum(spec.dtype),
+            num_elements=spec.num_elements,
+            component_sizes=spec.component_sizes,
+            scale_block_elements=scale_block_elements(spec.dtype),
         ),
         microbatches=[_stats(stats) for stats in offer.microbatches],
         num_buckets=offer.num_buckets,

@@ -16,7 +16,7 @@ from ayni.buckets import Bucket
 from ayni.errors import Deadline, LeaseRevoked, StepVoided, UnknownWorker
 from ayni.step_values import Origin
 from worker_agent.changes import Change
-from worker_agent.exchange import Contribution
+from worker_agent.exchange import Contribution, Outcome
 from worker_agent.faults import CoordinatorLost, TransportBroken
 from worker_agent.member import Member
 from worker_agent.messages import FailedOffer, Shutdown, StateOffer
@@ -140,11 +140,11 @@ class Presence:
             taking.cancel()
             await asyncio.gather(taking, waking, return_exceptions=True)
 
-    async def contribute(self, assignment: ShardAssignment, bucket: Bucket, contribution: Contribution) -> None:
+    async def contribute(self, assignment: ShardAssignment, bucket: Bucket, contribution: Contribution) -> Outcome:
         """Contributes to one reduction and receives its mean; see `Member.contribute`."""
         member = self.member
         try:
-            await member.contribute(assignment, bucket, contribution)
+            return await member.contribute(assignment, bucket, contribution)
         except _LOSSES as error:
             raise self._consequence(member, assignment, error) from None
 

@@ -141,7 +141,9 @@ class Rejoining:
         coordinator, facts = self._dial(), self._fresh_facts()
         try:
             joining = first_contact(lambda limit: coordinator.join(facts, limit), coordinator.address, within)
-            return self._member(coordinator, await joining, on_offer)
+            member = self._member(coordinator, await joining, on_offer)
+            await member.share_memory()
+            return member
         except BaseException:
             await coordinator.close()
             raise
@@ -183,6 +185,7 @@ class Rejoining:
             await coordinator.close()
             raise
         try:
+            await member.share_memory()
             if fate and not fate.is_known:
                 await fate.learn(member.ask(fate.assignment, fate.report))
         except BaseException:

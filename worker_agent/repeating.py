@@ -16,6 +16,7 @@ from worker_agent.coordinator import Coordinator, translated
 from worker_agent.exchange import Contribution, Outcome, exchange
 from worker_agent.faults import TransportBroken
 from worker_agent.news import News
+from worker_agent.same_host import SameHost
 from worker_agent.session import Commit, Report, ShardAssignment
 from worker_agent.standing import Standing
 
@@ -27,8 +28,9 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 class Repeating:
     """Makes calls as often as it takes; who calls bounds the time."""
 
-    def __init__(self, coordinator: Coordinator, news: News, standing: Standing) -> None:
-        """Takes who is called, and what says whether that still makes sense."""
+    def __init__(self, coordinator: Coordinator, news: News, standing: Standing, same_host: SameHost) -> None:
+        """Takes who is called, what says whether that still makes sense, and what is shared with the coordinator."""
+        self._same_host = same_host
         self._coordinator = coordinator
         self._news = news
         self._standing = standing
@@ -78,4 +80,5 @@ class Repeating:
 
     async def _contribute(self, bucket: Bucket, contribution: Contribution) -> Outcome:
         with translated(f"the stream of {contribution.name}", self._coordinator.address):
-            return await exchange(self._coordinator.reduction(bucket), contribution, self._standing.traffic)
+            call = self._coordinator.reduction(bucket)
+            return await exchange(call, contribution, self._standing.traffic, self._same_host)

@@ -3,7 +3,7 @@
 `worker_agent.client.WorkerClient` implements `Session`; the training loop is given one and knows no network.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,7 +15,19 @@ from ayni import order
 from ayni.buckets import Bucket
 from ayni.step_values import Commit, MicrobatchStats, Origin, Report, StepTimes
 
-__all__ = ["Commit", "MicrobatchStats", "Report", "Session", "ShardAssignment", "StepTimes", "Vector", "Woken"]
+__all__ = [
+    "BucketExchange",
+    "Commit",
+    "ExchangeTimes",
+    "MicrobatchStats",
+    "OnExchange",
+    "Report",
+    "Session",
+    "ShardAssignment",
+    "StepTimes",
+    "Vector",
+    "Woken",
+]
 
 Vector = npt.NDArray[np.float32]
 
@@ -68,6 +80,37 @@ class ShardAssignment:
         return order.microbatch_positions(self.position, self.num_samples, self.num_microbatches, microbatch)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExchangeTimes:
+    """Moments of one bucket's exchange, those of `time.perf_counter`; 0 for what did not happen."""
+
+    begun: float = 0.0
+    """The first byte left, which says what is contributed."""
+    accepted: float = 0.0
+    """The coordinator gave leave to send the gradient."""
+    sent: float = 0.0
+    """The last byte left."""
+    first: float = 0.0
+    """The first byte of the mean came."""
+    last: float = 0.0
+    """The last byte of the mean came."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BucketExchange:
+    """One bucket's exchange under one lease, when it is over."""
+
+    assignment: ShardAssignment
+    bucket: Bucket
+    num_elements: int
+    handed_over: float
+    """Moment when `contribute` was called."""
+    times: ExchangeTimes
+
+
+OnExchange = Callable[[BucketExchange], None]
+
+
 class Woken(Exception):
     """`receive_shard` was woken by `wake` before there was a lease."""
 
@@ -97,6 +140,9 @@ class Session(Protocol):
 
     def wake(self) -> None:
         """Makes a `receive_shard` that waits, or the next one, raise `Woken` once."""
+
+    def new_vector(self, num_elements: int) -> Vector:
+        """Returns a vector, shape [num_elements], float32, for parts; a coordinator that can read it there does."""
 
     def caught_up(self, completed_steps: int, origin: Origin | None = None) -> None:
         """Tells the coordinator that the parameters have had so many updates now, after they lagged behind.

@@ -9,6 +9,7 @@ from ayni.step_values import Origin
 from worker_agent.changes import Change
 from worker_agent.exchange import Traffic
 from worker_agent.messages import NO_FAILURE, FailedOffer, SignOfLife
+from worker_agent.same_host import SharedVectors
 from worker_agent.session import Commit, Report, ShardAssignment
 
 
@@ -38,6 +39,8 @@ class Standing:
     checkpoint_writer: str = ""
     """Name of the worker that writes checkpoints, as the coordinator said last."""
     traffic: Traffic = field(default_factory=Traffic)
+    vectors: SharedVectors = field(default_factory=SharedVectors)
+    """What a coordinator of this host can read in place."""
 
     @property
     def writes_checkpoints(self) -> bool:

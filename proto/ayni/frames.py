@@ -15,7 +15,7 @@ Ugly: groups (wire types 3 and 4) are refused although protobuf allows them as u
 writes them.
 """
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 
 from ayni.errors import BadRequest
@@ -42,13 +42,24 @@ Buffer = bytes | memoryview
 
 
 @dataclass(frozen=True, slots=True)
+class SharedRange:
+    """Bytes in a region of the sender's memory."""
+
+    region: int
+    offset_bytes: int
+    length_bytes: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
 class ChunkView:
-    """A `Chunk` whose data is a view of the frame that it came in."""
+    """A `Chunk` whose data is a view of the frame that it came in, or lies in shared memory."""
 
     offset_bytes: int
     part: int
     crc32: int | None
     data: memoryview
+    shared: SharedRange | None = None
 
 
 def varint(value: int) -> bytes:
@@ -82,6 +93,19 @@ def encode_chunk(field_number: int, offset_bytes: int, part: int, payload: Buffe
         if len(head) % _ALIGNMENT == 0 or not last:
             break
     return b"".join((head, payload))
+
+
+def encode_shared_chunk(field_number: int, offset_bytes: int, part: int, shared: SharedRange) -> bytes:
+    """Returns a whole message whose field `field_number` is a Chunk with bytes in shared memory."""
+    numbers = (shared.region, shared.offset_bytes, shared.length_bytes, shared.generation)
+    place = _numbers(numbers)
+    inner = _numbers((offset_bytes, part)) + b"\x32" + varint(len(place)) + place
+    return varint(field_number << 3 | LENGTH) + varint(len(inner)) + inner
+
+
+def _numbers(values: Iterable[int]) -> bytes:
+    """Returns varint fields 1, 2, ...; defaults are left out."""
+    return b"".join(varint(number << 3) + varint(value) for number, value in enumerate(values, 1) if value)
 
 
 def decode_frame(frame: bytes) -> tuple[int, "ChunkView | memoryview"]:
@@ -127,7 +151,7 @@ def joined(pieces: list[memoryview]) -> memoryview:
 
 
 def _chunk(pieces: list[memoryview]) -> ChunkView:
-    offset_bytes, part, crc32, data = 0, 0, None, memoryview(b"")
+    offset_bytes, part, crc32, data, shared = 0, 0, None, memoryview(b""), list[memoryview]()
     for piece in pieces:
         for number, wire_type, value in fields(piece):
             if (number, wire_type) == (1, VARINT):
@@ -142,7 +166,20 @@ def _chunk(pieces: list[memoryview]) -> ChunkView:
             elif (number, wire_type) == (5, LENGTH):
                 assert isinstance(value, memoryview)
                 data = value
-    return ChunkView(offset_bytes, part, crc32, data)
+            elif (number, wire_type) == (6, LENGTH):
+                assert isinstance(value, memoryview)
+                shared.append(value)
+    return ChunkView(offset_bytes, part, crc32, data, _shared_range(shared) if shared else None)
+
+
+def _shared_range(pieces: list[memoryview]) -> SharedRange:
+    numbers = [0, 0, 0, 0]
+    for piece in pieces:
+        for number, wire_type, value in fields(piece):
+            if wire_type == VARINT and number <= len(numbers):
+                assert isinstance(value, int)
+                numbers[number - 1] = value
+    return SharedRange(*numbers)
 
 
 def fields(data: memoryview, max_fields: int = MAX_FIELDS) -> Iterator[tuple[int, int, int | memoryview]]:

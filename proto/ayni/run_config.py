@@ -210,7 +210,8 @@ class RunConfig:
     precision: str = "float32"
     """Arithmetic of forward and backward: "float32", or "bfloat16" for autocast. Every worker's device must have it."""
     wire_type: str = "float32"
-    """Element type of gradients on the wire: "float32" (exact), "bfloat16" or "float16"."""
+    """Element type of gradients on the wire: "float32" (exact), "bfloat16", "float16", or "int8": one byte and a scale
+    for every 256 elements out, with what rounding keeps back sent in the next step, and the mean in bfloat16."""
     audit_every: int = 1
     """Steps between comparisons of all workers' parameter hashes. 0: only before the first step."""
     non_finite: str = "halt"

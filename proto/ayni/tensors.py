@@ -4,6 +4,11 @@ Legend: N elements in a tensor, C elements in a chunk.
 
 The core speaks in float32 elements, the wire in little-endian bytes; this file alone converts. A float32 tensor is
 never copied here on a little-endian machine: encoding and decoding are views.
+
+Contributions in int8 are blocks that share a scale (`ayni.quantize`), so a chunk's bytes are not a multiple of an
+element's. Such chunks are cut, and their places told, as those of the float32 numbers that they stand for. Sums are
+made in float32 as ever, and their mean travels in bfloat16: that is one rounding, the same for everybody, where a mean
+in int8 would need a residual of its own.
 """
 
 from dataclasses import dataclass
@@ -12,6 +17,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from ayni import quantize
 from ayni.errors import BadChunk
 
 Floats = npt.NDArray[np.float32]
@@ -33,8 +39,8 @@ class TensorSpec:
 
     @property
     def num_bytes(self) -> int:
-        """Length on the wire."""
-        return self.num_elements * itemsize(self.dtype)
+        """Length on the wire; with int8 of the float32 numbers that are summed."""
+        return self.num_elements * position_bytes(self.dtype)
 
 
 DTYPES: dict[str, np.dtype[np.generic]] = {
@@ -49,8 +55,11 @@ DTYPES: dict[str, np.dtype[np.generic]] = {
 }
 """Element type for each name; the name is the DType value's without its prefix, in lower case."""
 
-WIRE_DTYPES = ("float32", "bfloat16", "float16")
-"""Element types that gradients travel in. int8 needs scales and error feedback, and is refused until it has them."""
+MEAN_DTYPES = ("float32", "bfloat16", "float16")
+"""Element types that means travel in."""
+
+WIRE_DTYPES = (*MEAN_DTYPES, "int8")
+"""Element types that contributions travel in."""
 
 
 def itemsize(dtype: str) -> int:
@@ -58,16 +67,39 @@ def itemsize(dtype: str) -> int:
     return DTYPES[dtype].itemsize
 
 
+def mean_dtype(dtype: str) -> str:
+    """Returns the element type that the mean of contributions in `dtype` travels in."""
+    return "bfloat16" if dtype == "int8" else dtype
+
+
+def position_bytes(dtype: str) -> int:
+    """Returns the bytes that an element counts for in `Chunk.offset_bytes` and in the length that chunks are cut to."""
+    return itemsize("float32" if dtype == "int8" else dtype)
+
+
+def scale_block_elements(dtype: str) -> int:
+    """Returns how many neighbouring elements share one scale; 0 for a type without scales."""
+    return quantize.BLOCK_ELEMENTS if dtype == "int8" else 0
+
+
+def payload_bytes(num_elements: int, dtype: str) -> int:
+    """Returns the bytes of a chunk of so many elements."""
+    return quantize.payload_bytes(num_elements) if dtype == "int8" else num_elements * itemsize(dtype)
+
+
 def encode(values_C: Floats, dtype: str) -> memoryview:
     """Returns the wire bytes of float32 values.
 
     Args:
         values_C: shape [C], float32, contiguous.
-        dtype: name in WIRE_DTYPES. Rounds to nearest even; a value outside float16's range becomes infinite.
+        dtype: name in WIRE_DTYPES. Rounds to nearest even; a value outside float16's range becomes infinite. With int8
+            the values must begin at a multiple of `scale_block_elements` of their tensor.
 
     Returns:
         A view of `values_C` for float32; a new buffer else (one copy).
     """
+    if dtype == "int8":
+        return quantize.quantize(values_C).data
     with np.errstate(over="ignore"):
         wire = values_C.astype(DTYPES[dtype], copy=False)
     return wire.view(np.uint8).data
@@ -82,6 +114,8 @@ def decode(data: bytes | memoryview, dtype: str) -> Floats:
     Raises:
         BadChunk: the length is not a multiple of the element size.
     """
+    if dtype == "int8":
+        return quantize.dequantize(data, quantize.num_elements(len(data)))
     size = itemsize(dtype)
     if len(data) % size:
         raise BadChunk(
@@ -99,14 +133,18 @@ def decode_into(data: bytes | memoryview, dtype: str, out_C: Floats) -> None:
     Raises:
         BadChunk: `data` does not hold exactly C elements.
     """
-    if len(data) != out_C.size * itemsize(dtype):
+    expected = payload_bytes(out_C.size, dtype)
+    if len(data) != expected:
         raise BadChunk(
             f"a chunk of {len(data)} bytes does not hold {out_C.size} {dtype} elements",
             field="length",
-            expected=out_C.size * itemsize(dtype),
+            expected=expected,
             received=len(data),
         )
-    out_C[...] = np.frombuffer(data, DTYPES[dtype])
+    if dtype == "int8":
+        quantize.dequantize(data, out_C.size, out_C)
+    else:
+        out_C[...] = np.frombuffer(data, DTYPES[dtype])
 
 
 def first_non_finite(values_C: Floats) -> int | None:

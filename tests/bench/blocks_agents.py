@@ -2,14 +2,8 @@
 
 import contextlib
 import os
-import select
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 import yaml
@@ -19,8 +13,8 @@ from ayni.blocks.layouts import AxisOrder, LayoutKind, LocalLayout, Tier
 from ayni.blocks.metadata import WorkerMetadata
 from ayni.endpoints import ClientTls
 from coordinator_service.worker_stub import GrpcBlockWorker
-from tests.bench.processes import LOG_TAIL, BenchFailed
-from tests.support.coordinator import TOKEN, environment
+from tests.bench.processes import Program
+from tests.support.coordinator import TOKEN
 from worker_agent.block_engines import make_engines
 from worker_agent.blocks.geometry import Geometry
 from worker_agent.blocks.memory import Bytes
@@ -29,7 +23,6 @@ from worker_agent.blocks_config import BlocksConfig
 from worker_agent.layouts_file import LayoutEntry
 
 HOST = LocalLayout(tier=Tier.HOST)
-START_S = 60.0
 KIB, MIB = 1 << 10, 1 << 20
 
 _CHECK_BYTES = 16 << 20
@@ -69,60 +62,6 @@ def pattern(num_blocks: int, block_bytes: int, seed: int = 1) -> Bytes:
 def shuffled(num_blocks: int, seed: int) -> Ids:
     """All ids of blocks in an order of no order."""
     return np.random.default_rng(seed).permutation(num_blocks).astype(np.int64)
-
-
-@dataclass
-class Program:
-    """A process that prints "listening on WORD"; WORD is what others need to reach it."""
-
-    name: str
-    process: subprocess.Popen
-    log: Path
-
-    @classmethod
-    def start(cls, name: str, command: Sequence[str], folder: Path, **variables: str) -> Self:
-        log = folder / f"{name.replace(' ', '-')}.log"
-        with log.open("w") as stderr:
-            process = subprocess.Popen(
-                [sys.executable, *command],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                text=True,
-                env=environment(**variables),
-                cwd=folder,
-            )
-        return cls(name, process, log)
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
-    def word(self) -> str:
-        """Waits until the process is ready.
-
-        Raises:
-            BenchFailed: it ended, or took too long.
-        """
-        assert self.process.stdout
-        ready, _, _ = select.select([self.process.stdout], [], [], START_S)
-        line = self.process.stdout.readline() if ready else ""
-        if not line.startswith("listening on "):
-            raise BenchFailed(f"{self.name} did not start: {line}\n{self.log.read_text()[-LOG_TAIL:]}")
-        return line.split()[-1]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.process.kill()
-        self.process.wait()
-        assert self.process.stdin
-        assert self.process.stdout
-        self.process.stdin.close()
-        self.process.stdout.close()
 
 
 def agent(

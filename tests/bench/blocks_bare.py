@@ -19,8 +19,9 @@ from grpc import aio
 from ayni import rpc
 from ayni.endpoints import Keepalive
 from tests.bench import blocks_agents as agents
-from tests.bench.blocks_agents import MIB, Program
+from tests.bench.blocks_agents import MIB
 from tests.bench.blocks_measure import Contender
+from tests.bench.processes import Program
 from worker_agent.blocks.memory import Bytes
 
 HEADER = bytes(64)

@@ -19,8 +19,9 @@ from ayni.blocks.worker import Notification
 from ayni.endpoints import Keepalive
 from ayni.errors import PeerLost
 from tests.bench import blocks_agents as agents
-from tests.bench.blocks_agents import HOST, MIB, Program
+from tests.bench.blocks_agents import HOST, MIB
 from tests.bench.blocks_measure import CaseResult, Scale, limited
+from tests.bench.processes import Program
 from tests.support.coordinator import TOKEN
 from worker_agent.blocks.engine import Engine
 from worker_agent.blocks.engines.grpc_engine import Dialling, GrpcEngine

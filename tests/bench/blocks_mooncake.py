@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from tests.bench import blocks_agents as agents
-from tests.bench.blocks_agents import Program
 from tests.bench.blocks_measure import CPU_UNIT, CaseResult, Contender, Scale, blocking, compared, limited, measure
 from tests.bench.blocks_remote import COUNT, SIZES, repeats, size_text
 from tests.bench.blocks_stage import stage
+from tests.bench.processes import Program
 from worker_agent.blocks.memory import Bytes
 
 LARGEST_BATCH = 2048

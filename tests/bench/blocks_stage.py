@@ -18,6 +18,7 @@ from scripts import make_certs
 from tests.bench import blocks_agents as agents
 from tests.bench.blocks_agents import HOST
 from tests.bench.blocks_measure import Contender
+from tests.bench.processes import Program
 from worker_agent.blocks.memory import Bytes
 from worker_agent.blocks.worker import LocalBlockWorker
 
@@ -55,7 +56,7 @@ class Stage:
     pulled into and pushed likewise.
     """
 
-    agent: agents.Program
+    agent: Program
     worker: LocalBlockWorker
     peer: WorkerMetadata
     data: Bytes

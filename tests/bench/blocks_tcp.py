@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.bench.blocks_agents import Program
 from tests.bench.blocks_measure import Contender, blocking
+from tests.bench.processes import Program
 from worker_agent.blocks.memory import Bytes
 
 CALL_BYTES = 1 << 20

@@ -30,7 +30,8 @@ from scripts.chaos_run import Chaos, Record
 from scripts.chaos_schedule import Event
 from tests.bench.churn_line import BATCH
 from tests.bench.churn_measure import Outcome
-from tests.bench.churn_peers import PEERS, Churn, PeerFailed, environment_of, run_peer
+from tests.bench.churn_peers import PEERS, Churn, run_peer
+from tests.bench.peer_environments import CACHE, PeerFailed, environment_of
 from tests.bench.report import hardware, keep, report, row
 
 GOALS = {"stall_s": 1.0, "goodput": 0.85}
@@ -60,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 label = f"{peer.label} {'tuned' if tuned else 'defaults'}"
                 print(label, file=sys.stderr)
                 try:
-                    python = environment_of(peer, given.cache_dir)
+                    python = environment_of(peer.package, given.cache_dir)
                     theirs = {
                         "calm": run_peer(peer, python, tuned, replace(churn, every=0), folder / f"{label} calm"),
                         "churn": run_peer(peer, python, tuned, churn, folder / f"{label} churn"),
@@ -90,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--every", type=int, default=20, help="steps from death to death")
     parser.add_argument("--step-ms", type=float, default=500.0, help="length of a step with all workers there")
     parser.add_argument("--peers", default=",".join(peer.name for peer in PEERS), help="with commas")
-    parser.add_argument("--cache-dir", type=Path, default=Path("~/.cache/ayni-peers").expanduser())
+    parser.add_argument("--cache-dir", type=Path, default=CACHE)
     parser.add_argument("--output-dir", type=Path, help="folder for logs (default: a temporary one)")
     parser.add_argument("--keep", action="store_true", help="write the result to tests/bench/results")
     return parser

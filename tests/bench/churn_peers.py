@@ -5,7 +5,6 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -13,21 +12,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tests.bench.churn_measure import Death, Line, Outcome, outcome_of
+from tests.bench.peer_environments import PeerFailed
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-TORCH = "torch==2.13.0"
 _POLL_S = 0.02
 _START_S = 120.0
 _SILENCE_S = 240.0
 """Without a step by anybody, the peer counts as stuck: longer than all of its own limits."""
 _MOST_CRASHES = 10
 _OVERDUE_S = 20.0
-_INSTALL_S = 1800.0
-
-
-class PeerFailed(Exception):
-    """A peer could not be installed, or got stuck; says what to look at."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,28 +70,6 @@ class Churn:
             return []
         steps = range(self.every, self.steps - self.every // 2, self.every)
         return [(step, f"worker-{number % self.workers}") for number, step in enumerate(steps)]
-
-
-def environment_of(peer: Peer, cache: Path) -> Path:
-    """Returns the Python of a peer's own virtual environment, made the first time.
-
-    Raises:
-        PeerFailed: it can't be installed here.
-    """
-    folder = cache / peer.package.replace("==", "-")
-    python = folder / "bin" / "python"
-    done = folder / ".done"
-    if not done.exists():
-        print(f"installing {peer.label} into {folder}", file=sys.stderr)
-        for command in (
-            [sys.executable, "-m", "venv", str(folder)],
-            [str(python), "-m", "pip", "install", "--quiet", TORCH, "numpy", peer.package],
-        ):
-            made = subprocess.run(command, capture_output=True, text=True, timeout=_INSTALL_S, check=False)
-            if made.returncode:
-                raise PeerFailed(f"{peer.label} can't be installed: {made.stderr.strip()[-400:]}")
-        done.touch()
-    return python
 
 
 def run_peer(peer: Peer, python: Path, tuned: bool, churn: Churn, folder: Path) -> Outcome:

@@ -28,6 +28,8 @@ AT_LEAST_BYTES = 64 << 20
 
 class Contender(Protocol):
     name: str
+    server_pid: int
+    """Process that takes part for all workers; 0 for none."""
 
     def prepare(self) -> None: ...
 
@@ -44,9 +46,12 @@ class Ours:
     client: WorkerClient
     vector: Vector
     check: Callable[[Vector], None]
+    server_pid: int
 
     def __post_init__(self) -> None:
         self.mean = np.empty_like(self.vector)
+        # Where a training loop has its gradients: in shared memory, if gradients go through it.
+        self.part = self.client.new_vector(self.vector.size)
         self.commit_seconds: list[float] = []
 
     def prepare(self) -> None:
@@ -54,9 +59,10 @@ class Ours:
         assert assignment is not None, "the run ended early"
         self.assignment: ShardAssignment = assignment
         self.mean.fill(np.nan)
+        np.copyto(self.part, self.vector)
 
     def work(self) -> None:
-        future = self.client.contribute(self.assignment, FLAT, [self.vector], self._stats(), out=self.mean)
+        future = self.client.contribute(self.assignment, FLAT, [self.part], self._stats(), out=self.mean)
         future.result(DEADLINE)
 
     def finish(self) -> None:
@@ -75,6 +81,7 @@ class Gloo:
     """`torch.distributed.all_reduce`, as DDP calls it; the division by the number of workers is not timed."""
 
     name = "gloo"
+    server_pid = 0
     vector: Vector
     check: Callable[[Vector], None]
 
@@ -96,6 +103,7 @@ class Copy:
     """numpy's copy of the vector into a prepared one, on worker 0 while the others wait."""
 
     name = "copy"
+    server_pid = 0
     vector: Vector
 
     def __post_init__(self) -> None:
@@ -116,13 +124,16 @@ class Copy:
 
 @dataclass
 class Socket:
-    """The vector's bytes from worker 0 to worker 1 over one TCP connection on loopback."""
+    """The vector's bytes from worker 0 to worker 1 over one TCP connection."""
 
     name = "tcp"
+    server_pid = 0
     vector: Vector
+    host: str
+    """This worker's own address."""
 
     def __post_init__(self) -> None:
-        self.connection = _connect()
+        self.connection = _connect(self.host)
         self.outgoing = self.vector.view(np.uint8).data
         self.incoming = np.zeros_like(self.vector).view(np.uint8).data
         self.repeats = repeats(self.vector)
@@ -157,17 +168,18 @@ def repeats(vector: Vector) -> int:
     return -(-AT_LEAST_BYTES // vector.nbytes)
 
 
-def _connect() -> socket.socket | None:
+def _connect(host: str) -> socket.socket | None:
     """Connects workers 0 and 1; the others have no part in it. Collective."""
-    port = torch.zeros(1, dtype=torch.int64)
-    with socket.create_server(("127.0.0.1", 0)) as server:
+    place = torch.zeros(5, dtype=torch.int64)
+    with socket.create_server((host, 0)) as server:
         server.settimeout(DEADLINE)
-        port[0] = server.getsockname()[1]
-        dist.broadcast(port, src=0)
+        place.copy_(torch.tensor([*socket.inet_aton(host), server.getsockname()[1]]))
+        dist.broadcast(place, src=0)
         if dist.get_rank() == 0:
             connection, _ = server.accept()
         elif dist.get_rank() == 1:
-            connection = socket.create_connection(("127.0.0.1", int(port[0])), DEADLINE)
+            *parts, port = place.tolist()
+            connection = socket.create_connection((socket.inet_ntoa(bytes(parts)), port), DEADLINE)
         else:
             return None
     connection.settimeout(DEADLINE)

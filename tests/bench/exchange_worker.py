@@ -1,4 +1,4 @@
-"""A worker process of `all_reduce.py`: takes part in each contender's work in turn, and prints its samples.
+"""A worker process of `all_reduce.py` and `shaped.py`: takes part in all contenders' work in turn, prints its samples.
 
 Legend: N elements in the vector.
 
@@ -11,7 +11,8 @@ import json
 import os
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import asdict
 from datetime import timedelta
 
 import numpy as np
@@ -19,11 +20,13 @@ import torch
 import torch.distributed as dist
 
 from ayni.rpc import tune_allocator
+from tests.bench.bare_grpc import Bare
 from tests.bench.contenders import DEADLINE, Contender, Copy, Gloo, Ours, Socket, repeats
+from tests.bench.reduce_case import DOWN_BYTES, UP_BYTES
 from worker_agent.client import ClientConfig, WorkerClient
 from worker_agent.session import Vector
 
-TOLERANCE = {"float32": 1e-6, "bfloat16": 2**-7, "float16": 2**-9}
+TOLERANCE = {"float32": 1e-6, "bfloat16": 2**-7, "float16": 2**-9, "int8": 2**-6}
 """Largest error of a mean of values about 1, for each element type on the wire."""
 
 
@@ -39,7 +42,11 @@ def main() -> None:
         timeout=timedelta(seconds=DEADLINE),
     )
     config = ClientConfig(
-        coordinator=given.coordinator, token=os.environ["AYNI_TOKEN"], worker_name=f"worker-{given.rank}"
+        coordinator=given.coordinator,
+        token=os.environ["AYNI_TOKEN"],
+        worker_name=f"worker-{given.rank}",
+        gradients="auto" if given.path == "shm" else "grpc",
+        insecure=given.insecure,
     )
     with WorkerClient.connect(config, 0, "cpu") as client:
         print(json.dumps(_measure_all(given, client)))
@@ -49,14 +56,20 @@ def main() -> None:
 def _measure_all(given: argparse.Namespace, client: WorkerClient) -> dict:
     vector_N = vector(given.rank, given.numel)
     check = MeanCheck(given.workers, given.numel)
-    ours = Ours(client, vector_N, lambda mean_N: check(mean_N, TOLERANCE[given.wire]))
+    ours = Ours(client, vector_N, lambda mean_N: check(mean_N, TOLERANCE[given.wire]), given.coordinator_pid)
     gloo = Gloo(vector_N, lambda mean_N: check(mean_N, TOLERANCE["float32"]))
-    contenders: Sequence[Contender] = (ours, gloo, Copy(vector_N), Socket(vector_N))
+    makers: dict[str, Callable[[], Contender]] = {
+        "ours": lambda: ours,
+        "gloo": lambda: gloo,
+        "copy": lambda: Copy(vector_N),
+        "tcp": lambda: Socket(vector_N, given.host),
+    }
+    contenders: list[Contender] = [*(makers[name]() for name in given.contenders.split(",")), *_bare(given, vector_N)]
     samples: dict[str, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for repetition in range(-given.warm_up, given.repeat):
         first = repetition % len(contenders)
         for contender in (*contenders[first:], *contenders[:first]):
-            sample = _measure(contender, given.coordinator_pid)
+            sample = _measure(contender)
             for name, value in sample.items() if repetition >= 0 else ():
                 samples[contender.name][name].append(round(value, 6))
     return {
@@ -65,20 +78,30 @@ def _measure_all(given: argparse.Namespace, client: WorkerClient) -> dict:
         "commit_seconds": ours.commit_seconds[given.warm_up :],
         "max_error": check.max_error,
         "mean_sha256": hashlib.sha256(ours.mean.tobytes()).hexdigest(),
+        "traffic": asdict(client.traffic),
     }
 
 
-def _measure(contender: Contender, coordinator: int) -> dict[str, float]:
+def _bare(given: argparse.Namespace, vector_N: Vector) -> list[Bare]:
+    """The bare servers that were named, as KIND=ADDRESS=PID."""
+    servers = [server.split("=") for server in given.bare]
+    # With int8 the two ways differ; what counts is their sum.
+    num_bytes = int(vector_N.size * (UP_BYTES[given.wire] + DOWN_BYTES[given.wire]) / 2)
+    return [Bare(kind, address, int(pid), vector_N, num_bytes) for kind, address, pid in servers]
+
+
+def _measure(contender: Contender) -> dict[str, float]:
     contender.prepare()
     dist.barrier()
-    own_cpu, its_cpu, start = time.process_time(), _cpu_seconds(coordinator), time.perf_counter()
+    server = contender.server_pid
+    own_cpu, its_cpu, start = time.process_time(), _cpu_seconds(server), time.perf_counter()
     contender.work()
     seconds = time.perf_counter() - start
     dist.barrier()
     sample = {
         "seconds": seconds,
         "cpu_seconds": time.process_time() - own_cpu,
-        "coordinator_cpu_seconds": _cpu_seconds(coordinator) - its_cpu,
+        "server_cpu_seconds": _cpu_seconds(server) - its_cpu,
     }
     contender.finish()
     return sample
@@ -108,8 +131,8 @@ def vector(rank: int, num_elements: int) -> Vector:
 
 
 def _cpu_seconds(pid: int) -> float:
-    """Processor time of another process, from its own clock (see clock_getcpuclockid)."""
-    return time.clock_gettime(~pid << 3 | 2)
+    """Processor time of another process, from its own clock (see clock_getcpuclockid); 0 for no process."""
+    return time.clock_gettime(~pid << 3 | 2) if pid else 0.0
 
 
 def _arguments() -> argparse.Namespace:
@@ -118,6 +141,11 @@ def _arguments() -> argparse.Namespace:
         parser.add_argument(name, required=True)
     for name in ("--coordinator-pid", "--rank", "--workers", "--numel", "--warm-up", "--repeat"):
         parser.add_argument(name, required=True, type=int)
+    parser.add_argument("--path", choices=("shm", "grpc"), default="shm", help="how our gradients travel")
+    parser.add_argument("--contenders", default="ours,gloo,copy,tcp", help="with commas; all workers the same")
+    parser.add_argument("--host", default="127.0.0.1", help="this worker's own address")
+    parser.add_argument("--insecure", action="store_true", help="the coordinator is not on loopback, and has no TLS")
+    parser.add_argument("--bare", nargs="*", default=[], metavar="KIND=ADDRESS=PID", help="bare gRPC servers")
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""Worker processes of a bench: started together, watched together, and never left behind."""
+"""Processes of a bench: started together, watched together, and never left behind."""
 
 import contextlib
 import json
@@ -6,14 +6,20 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import yaml
 
 from tests.support.coordinator import environment
 
 POLL_SECONDS = 0.1
+START_SECONDS = 60.0
 LOG_TAIL = 3000
+PROFILED = Path(__file__).with_name("profiled.py")
 
 
 class BenchFailed(Exception):
@@ -45,13 +51,95 @@ class WorkerProcess:
         return self.log.read_text()[-LOG_TAIL:]
 
 
+@dataclass
+class Program:
+    """A process that prints "listening on WORD"; WORD is what others need to reach it."""
+
+    name: str
+    process: subprocess.Popen
+    log: Path
+
+    @classmethod
+    def start(
+        cls, name: str, command: Sequence[str], folder: Path, prefix: Sequence[str] = (), **variables: str
+    ) -> Self:
+        """Starts `command` in this Python; `prefix` is a command that runs it, as one that enters a namespace."""
+        log = folder / f"{name.replace(' ', '-')}.log"
+        with log.open("w") as stderr:
+            process = subprocess.Popen(
+                [*prefix, sys.executable, *command],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                env=environment(**variables),
+                cwd=folder,
+            )
+        return cls(name, process, log)
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def word(self) -> str:
+        """Waits until the process is ready.
+
+        Raises:
+            BenchFailed: it ended, or took too long.
+        """
+        assert self.process.stdout
+        ready, _, _ = select.select([self.process.stdout], [], [], START_SECONDS)
+        line = self.process.stdout.readline() if ready else ""
+        if not line.startswith("listening on "):
+            raise BenchFailed(f"{self.name} did not start: {line}\n{self.log.read_text()[-LOG_TAIL:]}")
+        return line.split()[-1]
+
+    def end(self, seconds: float) -> None:
+        """Waits until it has ended by itself."""
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise BenchFailed(
+                f"{self.name} did not end within {seconds:g} s\n{self.log.read_text()[-LOG_TAIL:]}"
+            ) from None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdin
+        assert self.process.stdout
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+
+def coordinator(
+    folder: Path, run: dict, *flags: str, prefix: Sequence[str] = (), profile: Path | None = None
+) -> Program:
+    """Starts a coordinator; its word is its address. `profile` gets what cProfile saw, once it has ended by itself."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "run.yaml").write_text(yaml.safe_dump({"state_dir": str(folder / "state"), **run}))
+    module = [str(PROFILED), str(profile)] if profile else ["-m", "coordinator_service"]
+    return Program.start("coordinator", [*module, "--config", str(folder / "run.yaml"), *flags], folder, prefix)
+
+
 @contextlib.contextmanager
-def workers(program: Path, arguments: list[list[str]], folder: Path) -> Iterator[list[WorkerProcess]]:
-    """One process of `program` for each list of arguments; killed at the end if they are still there."""
+def workers(
+    program: Path, arguments: list[list[str]], folder: Path, prefixes: Sequence[Sequence[str]] = (), **variables: str
+) -> Iterator[list[WorkerProcess]]:
+    """One process of `program` for each list of arguments; killed at the end if they are still there.
+
+    `prefixes` has for each a command that runs it; `variables` are set in the environment of all.
+    """
     started: list[WorkerProcess] = []
     try:
         for rank, given in enumerate(arguments):
-            started.append(_start(f"worker {rank}", [sys.executable, str(program), *given], folder / f"worker-{rank}"))
+            command = [*(prefixes[rank] if prefixes else ()), sys.executable, str(program), *given]
+            started.append(_start(f"worker {rank}", command, folder / f"worker-{rank}", variables))
         yield started
     finally:
         for worker in started:
@@ -85,7 +173,7 @@ def check(started: list[WorkerProcess]) -> None:
             raise BenchFailed(f"{worker.name} ended with exit code {code}:\n{worker.tail()}")
 
 
-def _start(name: str, command: list[str], stem: Path) -> WorkerProcess:
+def _start(name: str, command: list[str], stem: Path, variables: dict[str, str]) -> WorkerProcess:
     output, log = stem.with_suffix(".json"), stem.with_suffix(".log")
     with output.open("w") as stdout, log.open("w") as stderr:
         process = subprocess.Popen(
@@ -94,6 +182,6 @@ def _start(name: str, command: list[str], stem: Path) -> WorkerProcess:
             stdout=stdout,
             stderr=stderr,
             text=True,
-            env=environment(GLOO_SOCKET_IFNAME="lo"),
+            env=environment(**{"GLOO_SOCKET_IFNAME": "lo", **variables}),
         )
     return WorkerProcess(name, process, output, log)

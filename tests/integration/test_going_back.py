@@ -80,7 +80,7 @@ async def until_following(one: RawWorker, name: str) -> None:
                 return
 
 
-async def next_of(one: RawWorker, kind: str) -> Any:
+async def next_of(one: RawWorker, kind: Any) -> Any:
     while not (frame := await one.next_frame()).HasField(kind):
         pass
     return getattr(frame, kind)

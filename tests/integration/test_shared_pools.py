@@ -11,12 +11,13 @@ import pytest
 
 from ayni.blocks.layouts import MAX_LAYERS, LayoutConfig, LayoutKind
 from ayni.errors import PeerLost, StaleEpoch, TooLarge
+from ayni.shm import memory
 from tests.support.shm_owner import (
     GEOMETRIES,
     fill,
     part_of,
 )
-from worker_agent.blocks import pools, shared_memory
+from worker_agent.blocks import pools
 from worker_agent.blocks.geometry import Geometry
 from worker_agent.blocks.memory import WHOLE
 from worker_agent.blocks.pools import PoolMemory
@@ -52,20 +53,20 @@ def test_memory_that_could_shrink_or_is_too_small_is_not_mapped(size):
     fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, size)
     with pytest.raises(PeerLost, match="the shared memory of ant can't be used: its memory has"):
-        shared_memory.map_shared(fd, 4096, "ant")
+        memory.map_shared(fd, 4096, "ant")
     os.close(fd)
-    sealed = shared_memory.share("test", 4096)
-    assert shared_memory.map_shared(sealed.fd, 4096, "ant").nbytes == 4096
+    sealed = memory.share("test", 4096)
+    assert memory.map_shared(sealed.fd, 4096, "ant").nbytes == 4096
     with pytest.raises(PeerLost, match="has 4096 bytes of 4097"):
-        shared_memory.map_shared(sealed.fd, 4097, "ant")
+        memory.map_shared(sealed.fd, 4097, "ant")
     os.close(sealed.fd)
 
 
 def test_pool_larger_than_memory_is_refused_before_anything_is_taken():
     config = replace(GEOMETRIES["nhd"].config, num_blocks=1 << 36)
     before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(TooLarge, match=r"does not fit into this worker's memory: [0-9]+ bytes are available"):
-        shared_memory.share("test", config.total_bytes)
+    with pytest.raises(TooLarge, match=r"does not fit into this process's memory: [0-9]+ bytes are available"):
+        memory.share("test", config.total_bytes)
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -76,10 +77,10 @@ def test_control_group_limits_what_is_available(tmp_path, monkeypatch):
     (place / "memory.max").write_text("1000000\n")
     (place / "memory.current").write_text("900000\n")
     (place / "memory.stat").write_text("anon 5\ninactive_file 30000\nactive_file 20000\nfile 7\n")
-    monkeypatch.setattr(shared_memory, "_CGROUP", tmp_path)
-    assert shared_memory.available_bytes() == 150_000
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    assert memory.available_bytes() == 150_000
     (place / "memory.max").write_text("max\n")
-    assert shared_memory.available_bytes() > 1 << 20
+    assert memory.available_bytes() > 1 << 20
 
 
 @pytest.mark.parametrize("kind", list(LayoutKind))

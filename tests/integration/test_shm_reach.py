@@ -16,6 +16,8 @@ import pytest
 
 from ayni.blocks.metadata import EngineExport
 from ayni.errors import BadRequest, Deadline, PeerLost, StaleEpoch, Unsupported
+from ayni.shm import host, json_messages, sockets
+from ayni.shm.folder import SocketFolder, default_folder
 from tests.support.shm_owner import (
     GEOMETRIES,
     both_sides,
@@ -28,9 +30,8 @@ from tests.support.shm_owner import (
     part_of,
 )
 from worker_agent.blocks import pools
-from worker_agent.blocks.engines import shm_messages, shm_socket
+from worker_agent.blocks.engines import shm_messages
 from worker_agent.blocks.engines.shm import ShmEngine
-from worker_agent.blocks.engines.shm_folder import SocketFolder, default_folder
 from worker_agent.blocks.host_memory import allocate_host
 from worker_agent.blocks.pools import PoolMemory
 
@@ -109,10 +110,10 @@ def test_folder_and_socket_are_the_users_alone(lender, folder):
 
 def test_other_user_on_the_other_side_is_refused(monkeypatch):
     left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    assert shm_socket.credentials(left).pid == os.getpid()
+    assert sockets.credentials(left).pid == os.getpid()
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     with left, right, pytest.raises(Unsupported, match=f"the other side is user {os.getuid()}, this one is user 12345"):
-        shm_socket.credentials(left)
+        sockets.credentials(left)
 
 
 def changed(export: EngineExport, **values: object) -> EngineExport:
@@ -161,7 +162,7 @@ def test_socket_answers_nonsense_with_a_refusal(lender, folder, request_, reason
     with contextlib.closing(place), place.dial(lender.socket.name) as connection:
         connection.setblocking(True)
         connection.settimeout(20)
-        shm_socket.send(connection, request_)
+        sockets.send(connection, request_)
         data, fds, _, _ = socket.recv_fds(connection, 1 << 16, 4)
     assert json.loads(data)["reason"] == reason
     assert fds == []
@@ -171,7 +172,7 @@ def test_answer_that_can_not_be_read_or_refuses_is_an_error():
     with pytest.raises(BadRequest):
         shm_messages.decode_answer(b'{"epoch": 1, "start": -5}')
     with pytest.raises(StaleEpoch, match="gone"):
-        shm_messages.decode_answer(shm_messages.encode_refusal(StaleEpoch("gone", epoch=1, current_epoch=2)))
+        shm_messages.decode_answer(json_messages.encode_refusal(StaleEpoch("gone", epoch=1, current_epoch=2)))
 
 
 def test_connecting_and_closing_leaves_nothing(lender, folder):
@@ -200,10 +201,10 @@ def test_connecting_and_closing_leaves_nothing(lender, folder):
 def test_starting_engine_sweeps_what_kills_left_behind_and_nothing_else(tmp_path):
     folder = tmp_path / ("long" * 40) / "run"
     place = SocketFolder(folder, make=True)
-    dead, live = shm_messages.socket_name(1), shm_messages.socket_name(2)
+    dead, live = host.socket_name(1), host.socket_name(2)
     place.listen(dead).close()
     listener = place.listen(live)
-    old, young = shm_messages.socket_name(3) + ".new", shm_messages.socket_name(4) + ".new"
+    old, young = host.socket_name(3) + ".new", host.socket_name(4) + ".new"
     for name in (old, young, "notes.sock", "shm-x.sock"):
         (folder / name).write_text("")
     os.utime(folder / old, (1, 1))
@@ -228,7 +229,7 @@ def test_starting_engine_sweeps_what_kills_left_behind_and_nothing_else(tmp_path
 def test_peer_that_says_nothing_runs_into_the_deadline(tmp_path):
     """A socket that listens, but nobody accepts."""
     place = SocketFolder(tmp_path / "run", make=True)
-    listener = place.listen(shm_messages.socket_name(9))
+    listener = place.listen(host.socket_name(9))
 
     async def scenario():
         async with both_sides(tmp_path / "run") as (_, lending, _):
@@ -276,8 +277,8 @@ def test_other_user_who_reaches_the_socket_gets_no_answer(tmp_path):
             incarnation = shm_messages.decode_export(export.data).incarnation
             request = shm_messages.PoolRequest(incarnation=incarnation, layout=handle("nhd"))
             with connection, contextlib.suppress(PeerLost):
-                shm_socket.send(connection, shm_messages.encode_request(request))
-                assert await shm_socket.receive(connection, asyncio.get_running_loop().time() + 20) == (b"", [])
+                sockets.send(connection, shm_messages.encode_request(request))
+                assert await sockets.receive(connection, asyncio.get_running_loop().time() + 20) == (b"", [])
 
     asyncio.run(scenario())
 

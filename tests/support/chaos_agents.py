@@ -114,6 +114,7 @@ class Crew:
             *("--coordinator", f"127.0.0.1:{self._port}", "--name", name, "--backend", "cpu", "--no-tensorboard"),
             *("--output-dir", str(self.folder / name), "--cache-dir", str(self.folder / "cache")),
             *("--blocks-root", str(self.folder / "blocks"), *self.agent_flags),
+            *("--gradients", "grpc" if name == "bee" else "auto"),
         ]
         process = self._context.Process(target=run_agent, args=(arguments, self.log(name), extra), name=name)
         process.start()

@@ -102,6 +102,9 @@ class RecordingSession:
     def wake(self) -> None:
         self._session.wake()
 
+    def new_vector(self, num_elements: int) -> Vector:
+        return self._session.new_vector(num_elements)
+
     def caught_up(self, completed_steps: int, origin: Origin | None = None) -> None:
         self._session.caught_up(completed_steps, origin)
 

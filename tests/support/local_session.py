@@ -318,6 +318,9 @@ class LocalSession:
     def wake(self) -> None:
         self._run.wake(self._rank)
 
+    def new_vector(self, num_elements: int) -> Vector:
+        return np.empty(num_elements, np.float32)
+
     def caught_up(self, completed_steps: int, origin: Origin | None = None) -> None:
         self._run.note_caught_up(self._rank, completed_steps)
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from ayni import tensors
 from ayni.errors import BadChunk, BadRequest, Checksum
 from ayni.frames import ChunkView
+from coordinator_service.config import RunFile
 from worker_agent.chunks import MeanBuffer, Slice, slices
 
 
@@ -33,6 +34,32 @@ def test_without_parts_of_weight_nothing_leaves():
     assert list(slices(5, "float32", 8, [])) == []
 
 
+def test_chunks_of_int8_are_cut_as_those_of_float32_and_hold_whole_blocks_of_one_scale():
+    assert list(slices(600, "int8", 1024, [1])) == [
+        Slice(1, 0, 0, 256),
+        Slice(1, 1024, 256, 512),
+        Slice(1, 2048, 512, 600),
+    ]
+
+
+@pytest.mark.parametrize("chunk_bytes", [0, 256, 1020, 1536])
+def test_chunks_that_cut_blocks_of_one_scale_are_refused(chunk_bytes):
+    with pytest.raises(BadRequest, match=f"chunks of {chunk_bytes} bytes, .* whole blocks of 256 int8 elements"):
+        list(slices(600, "int8", chunk_bytes, [0]))
+
+
+def test_every_chunk_length_of_a_run_file_holds_whole_blocks_of_one_scale():
+    block_bytes = tensors.position_bytes("int8") * tensors.scale_block_elements("int8")
+    taken = []
+    for chunk_bytes in (*range(0, 1 << 18, 512), (1 << 20) + 4, 2 << 20):
+        try:
+            taken.append(RunFile(wire_type="int8", chunk_bytes=chunk_bytes).chunk_bytes)
+        except ValueError:
+            continue
+    assert len(taken) == 4
+    assert not any(chunk_bytes % block_bytes for chunk_bytes in taken)
+
+
 @pytest.mark.parametrize("chunk_bytes", [0, 2, 6])
 def test_chunks_that_cut_elements_are_refused(chunk_bytes):
     with pytest.raises(BadRequest, match=f"chunks of {chunk_bytes} bytes"):
@@ -40,13 +67,14 @@ def test_chunks_that_cut_elements_are_refused(chunk_bytes):
 
 
 @given(
-    num_elements=st.integers(1, 200),
+    num_elements=st.integers(1, 600),
     dtype=st.sampled_from(tensors.WIRE_DTYPES),
     elements_per_chunk=st.integers(1, 70),
     parts=st.sets(st.integers(0, 5)),
 )
 def test_slices_cover_every_part_once_without_a_gap(num_elements, dtype, elements_per_chunk, parts):
-    size = tensors.itemsize(dtype)
+    size = tensors.position_bytes(dtype)
+    elements_per_chunk *= tensors.scale_block_elements(dtype) or 1
     positions = dict.fromkeys(sorted(parts), 0)
     last_start = 0
     for piece in slices(num_elements, dtype, elements_per_chunk * size, sorted(parts)):
@@ -70,9 +98,10 @@ def test_a_mean_arrives_whole_however_it_is_cut(values, cuts):
     assert out.tobytes() == sent.tobytes()
 
 
-def test_a_mean_in_bfloat16_becomes_float32():
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_a_mean_in_bfloat16_becomes_float32(dtype):
     out = np.zeros(2, np.float32)
-    mean = MeanBuffer("flat", "bfloat16", out)
+    mean = MeanBuffer("flat", dtype, out)
     mean.add(chunk(0, bytes(tensors.encode(np.array([1.5, -2.0], np.float32), "bfloat16"))))
     mean.finish(total_weight=1)
     assert out.tolist() == [1.5, -2.0]

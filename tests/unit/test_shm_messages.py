@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 
 from ayni.blocks.layouts import LayoutHandle
 from ayni.errors import BadRequest, StaleEpoch, UnknownLayout
+from ayni.shm import host, json_messages
 from worker_agent.blocks.engines import shm_messages as messages
 
-HOST = messages.HostIdentity(boot_id="b" * 36, pid_namespace=4026531836, uid=1000)
+HOST = host.HostIdentity(boot_id="b" * 36, pid_namespace=4026531836, uid=1000)
 numbers = st.integers(0, (1 << 64) - 1)
 handles = st.builds(LayoutHandle, owner_id=numbers, number=numbers)
 
@@ -19,7 +20,7 @@ handles = st.builds(LayoutHandle, owner_id=numbers, number=numbers)
 def test_export_and_request_are_read_as_they_were_written(incarnation, layouts):
     export = messages.ShmExport(host=HOST, folder="/run/ayni", incarnation=incarnation, layouts=tuple(layouts))
     assert messages.decode_export(messages.encode_export(export)) == export
-    assert messages.is_socket_name(export.socket_name)
+    assert host.is_socket_name(export.socket_name)
     for layout in layouts:
         request = messages.PoolRequest(incarnation=incarnation, layout=layout)
         assert messages.decode_request(messages.encode_request(request)) == request
@@ -29,10 +30,10 @@ def test_answer_is_read_and_a_refusal_is_raised():
     answer = messages.PoolAnswer(epoch=3, start=4096)
     assert messages.decode_answer(messages.encode_answer(answer)) == answer
     with pytest.raises(UnknownLayout, match="no such layout") as caught:
-        messages.decode_answer(messages.encode_refusal(UnknownLayout("no such layout", layout="1/2")))
+        messages.decode_answer(json_messages.encode_refusal(UnknownLayout("no such layout", layout="1/2")))
     assert caught.value.metadata == {"layout": "1/2"}
     with pytest.raises(StaleEpoch):
-        messages.decode_answer(messages.encode_refusal(StaleEpoch("over", epoch=1, current_epoch=2)))
+        messages.decode_answer(json_messages.encode_refusal(StaleEpoch("over", epoch=1, current_epoch=2)))
 
 
 @pytest.mark.parametrize(
@@ -60,7 +61,7 @@ def test_what_can_not_be_read_is_refused_by_every_reader(data):
     ],
 )
 def test_only_names_of_sockets_are_names_of_sockets(name, is_one):
-    assert messages.is_socket_name(name) is is_one
+    assert host.is_socket_name(name) is is_one
 
 
 @pytest.mark.parametrize("folder", ["/tmp/\0x", "/tmp/\ud800", "tmp", "", 5, None])

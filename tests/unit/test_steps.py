@@ -19,8 +19,9 @@ from ayni.errors import (
 )
 from ayni.step_values import MicrobatchStats, Report
 from ayni.tensors import TensorSpec
+from coordinator_service.audit import compare_hashes
 from coordinator_service.leases import Key, Lease, Moment
-from coordinator_service.steps import Step, compare_hashes
+from coordinator_service.steps import Step
 
 MOMENT = Moment(epoch=2, step=5, attempt=1)
 ANT = Lease(lease_id=11, worker_id=0, worker_name="ant", start=0, stop=2)

@@ -14,11 +14,11 @@ import numpy as np
 
 from ayni.blocks.ids import Ids
 from ayni.blocks.layouts import StorageKind
+from ayni.shm.memory import can_share, map_shared, share
 from worker_agent.blocks.geometry import Geometry
 from worker_agent.blocks.host_memory import HostMemory, allocate_host
 from worker_agent.blocks.memory import Bytes
 from worker_agent.blocks.pool_control import PoolControl, control_bytes
-from worker_agent.blocks.shared_memory import can_share, map_shared, share
 
 _PAGE_BYTES = 4096
 

@@ -57,7 +57,7 @@ class CatchingUp:
         follower = self._follower
         if follower is None or (state := follower.take_state(open_step)) is None:
             return False
-        self._contributor.release(())
+        self._contributor.start_over()
         try:
             self._replica.restore(f"the state behind step {state.completed_steps}", state.tensors, state.facts)
         except ValueError as error:

@@ -2,6 +2,10 @@
 
 What was computed for a lease stays valid until the step is committed: the session may have to send it again, and the
 next attempt may lease the same micro-batches again. Leases are known by their span then, for their ids are new.
+
+Where rounding on the wire is made up for (`error_feedback`), the first lease of an attempt brings the residual along,
+and only that one. A lease that was kept may come back in the other part: one without the residual gets it now; one that
+has it can't lose it again, so as an additional lease it is computed anew.
 """
 
 import math
@@ -12,6 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from worker_agent.session import Session, Vector
+from worker_agent.training.error_feedback import ErrorFeedback
 from worker_agent.training.gradients import Send, ShardGradients
 from worker_agent.training.layout import BucketSpec
 from worker_agent.training.shard import Shard, Span
@@ -30,9 +35,15 @@ class Work(Protocol):
 class Contributor:
     """The contributions of one replica."""
 
-    def __init__(self, work: Work, gradients: ShardGradients, specs: Sequence[BucketSpec]) -> None:
-        """Makes the buffers that means arrive in."""
-        self._work, self._gradients, self._specs = work, gradients, specs
+    def __init__(
+        self,
+        work: Work,
+        gradients: ShardGradients,
+        specs: Sequence[BucketSpec],
+        feedback: ErrorFeedback | None = None,
+    ) -> None:
+        """Makes the buffers that means arrive in; `feedback` is None where nothing is made up for."""
+        self._work, self._gradients, self._specs, self._feedback = work, gradients, specs, feedback
         self._kept: dict[Span, Shard] = {}
         self.means = {spec.bucket: np.zeros(spec.num_elements, np.float32) for spec in specs}
 
@@ -44,6 +55,7 @@ class Contributor:
         """
 
         def send(spec: BucketSpec, parts: list[Vector | None]) -> None:
+            self._correct(shard, spec, parts)
             future = session.contribute(
                 shard.assignment,
                 spec.bucket,
@@ -54,7 +66,7 @@ class Contributor:
             )
             shard.add_future(future)
 
-        kept = self._kept.pop(shard.span, None)
+        kept = self._take_kept(shard)
         if kept is None:
             session.report("computing")
             self._work.train(shard, send)
@@ -83,10 +95,45 @@ class Contributor:
             self._release(self._kept.pop(next(iter(self._kept))))
 
     def release(self, shards: Iterable[Shard]) -> None:
-        """Takes all buffers back: those of a committed step's leases, and what was kept for it."""
+        """Takes all buffers back: those of a committed step's leases, and what was kept for it.
+
+        What the leases sent counts now, so that the next residual follows from it.
+        """
+        shards = tuple(shards)
+        for shard in shards:
+            self._commit(shard)
         for shard in (*shards, *self._kept.values()):
             self._release(shard)
         self._kept.clear()
+
+    def start_over(self) -> None:
+        """Lets go of everything that belongs to parameters which are about to be replaced."""
+        self.release(())
+        if self._feedback:
+            self._feedback.forget()
+
+    def _take_kept(self, shard: Shard) -> Shard | None:
+        """Returns what was kept of a lease's micro-batches, if that is what the lease has to send."""
+        kept = self._kept.pop(shard.span, None)
+        if kept is None or kept.sums is None or not (shard.assignment.extra and kept.sums.corrected):
+            return kept
+        self._release(kept)
+        return None
+
+    def _correct(self, shard: Shard, spec: BucketSpec, parts: list[Vector | None]) -> None:
+        """Lets a bucket of an attempt's first lease bring the residual along, once."""
+        if self._feedback is None or shard.assignment.extra:
+            return
+        assert shard.sums is not None
+        if spec.bucket not in shard.sums.corrected:
+            shard.sums.corrected.add(spec.bucket)
+            self._feedback.correct(spec.bucket, parts)
+
+    def _commit(self, shard: Shard) -> None:
+        if self._feedback is not None and shard.sums is not None:
+            for spec, sums in shard.sums.entries:
+                if spec.bucket in shard.sums.corrected:
+                    self._feedback.commit(spec.bucket, sums.parts())
 
     def _release(self, shard: Shard) -> None:
         if shard.sums is not None:

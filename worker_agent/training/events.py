@@ -7,6 +7,29 @@ from worker_agent.session import StepTimes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LeaseMoments:
+    """When a lease was worked on."""
+
+    lease_id: int
+    began: float
+    computed: float
+    """Its last micro-batch was done."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepMoments:
+    """Moments of one committed training step, those of `time.perf_counter`."""
+
+    leases: tuple[LeaseMoments, ...]
+    """The first lease, then further ones of the same attempt."""
+    committed: float
+    """The commit was known."""
+    updating: float
+    """Commit and all means were there; the update began."""
+    updated: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepEvent:
     """One committed step, training or evaluation."""
 
@@ -47,6 +70,8 @@ class StepEvent:
     """Whether another worker lacks the state that this one has after the step."""
     derived: Mapping[str, float] = field(default_factory=dict)
     """Further numbers of the task, such as bits per byte."""
+    moments: StepMoments | None = None
+    """Of training steps."""
 
     @property
     def accuracy(self) -> float | None:

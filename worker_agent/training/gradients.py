@@ -19,7 +19,7 @@ device to host.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from ayni.buckets import Bucket
 from worker_agent.training.finite import first_problem, square_sum
 from worker_agent.training.layout import BucketSpec
-from worker_agent.training.partial_sums import PartialSums, Vector
+from worker_agent.training.partial_sums import NewVector, PartialSums, Vector, new_ordinary_vector
 
 Send = Callable[[BucketSpec, list[Vector | None]], None]
 """Takes a bucket's parts, one for each node of the shard's cover. They stay valid until the shard is released."""
@@ -38,6 +38,8 @@ class ShardSums:
     """What the micro-batches of one shard add up to: one entry for each bucket."""
 
     entries: tuple[tuple[BucketSpec, PartialSums], ...]
+    corrected: set[Bucket] = field(default_factory=set, compare=False)
+    """Buckets whose parts have been given what rounding kept back before."""
 
     def send(self, send: Send) -> None:
         """Hands over all buckets, once more."""
@@ -55,7 +57,9 @@ class ShardGradients:
     def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], specs: Sequence[BucketSpec]) -> None:
         """Registers the hooks; `close` removes them."""
         named = dict(parameters)
-        self._buckets = [_Bucket(spec, {name: named[name] for name in spec.names}) for spec in specs]
+        self.new_vector: NewVector = new_ordinary_vector
+        """Allocates buffers for parts; a session says how they are sent with the fewest copies."""
+        self._buckets = [_Bucket(spec, {name: named[name] for name in spec.names}, self._new_vector) for spec in specs]
         self._hooks = [hook for bucket in self._buckets for hook in bucket.register(self._bucket_ready)]
         self._spare: list[ShardSums] = []
         self._send: Send | None = None
@@ -74,6 +78,7 @@ class ShardGradients:
         """Takes the buffers of a shard back; whoever was sent its parts must be done with them."""
         for _, sums in shard.entries:
             sums.release()
+        shard.corrected.clear()
         self._spare.append(shard)
 
     def backward(self, loss_sum: Tensor, *, last: bool) -> None:
@@ -122,6 +127,9 @@ class ShardGradients:
         for hook in self._hooks:
             hook.remove()
 
+    def _new_vector(self, num_elements: int) -> Vector:
+        return self.new_vector(num_elements)
+
     def _run_backward(self, loss_sum: Tensor) -> None:
         for bucket in self._buckets:
             bucket.expect_gradients()
@@ -147,11 +155,12 @@ class ShardGradients:
 class _Bucket:
     """One bucket's parameters, and the sums of the shard that is collected."""
 
-    def __init__(self, spec: BucketSpec, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, spec: BucketSpec, parameters: Mapping[str, nn.Parameter], new_vector: NewVector) -> None:
         self.spec = spec
         self.is_sent = False
         self._free: list[Vector] = []
-        self._sums = PartialSums(spec.num_elements, self._free)
+        self._new_vector = new_vector
+        self._sums = PartialSums(spec.num_elements, self._free, new_vector)
         self._parameters = parameters
         self._slices = dict(spec.slices())
         self._missing: set[str] = set()
@@ -163,7 +172,7 @@ class _Bucket:
 
     def new_sums(self) -> tuple[BucketSpec, PartialSums]:
         """Returns sums for one more shard; all of them share one free list."""
-        return self.spec, PartialSums(self.spec.num_elements, self._free)
+        return self.spec, PartialSums(self.spec.num_elements, self._free, self._new_vector)
 
     def register(self, ready: Callable[["_Bucket"], None]) -> list[torch.utils.hooks.RemovableHandle]:
         """Hooks all parameters; `ready` is called when the last gradient of a micro-batch is in the buffer."""

@@ -25,6 +25,7 @@ from worker_agent.session import Commit, Report, Session, ShardAssignment, StepT
 from worker_agent.training.catching_up import CatchingUp
 from worker_agent.training.checkpoint_writer import CheckpointWriter
 from worker_agent.training.contributing import Contributor
+from worker_agent.training.error_feedback import ROUNDED, ErrorFeedback
 from worker_agent.training.events import StepEvent, TrainResult
 from worker_agent.training.following import Follower, StateSource
 from worker_agent.training.gradients import ShardGradients
@@ -33,6 +34,8 @@ from worker_agent.training.local_update import LocalUpdate
 from worker_agent.training.microbatches import Microbatches
 from worker_agent.training.precision import check_precision
 from worker_agent.training.replica import Replica
+from worker_agent.training.residual_files import UnwrittenResiduals
+from worker_agent.training.residual_files import load as load_residuals
 from worker_agent.training.shard import Shard
 from worker_agent.training.task import EVALUATION, TRAIN, Task
 from worker_agent.training.turn import Turn
@@ -98,7 +101,9 @@ class Trainer:
         self._microbatches = Microbatches(task, config, self._gradients)
         inner = InnerLoop(self._microbatches, self._gradients, config, self._local_update)
         work = inner if config.local_update.enabled else self._microbatches
-        self._contributor = Contributor(work, self._gradients, specs)
+        sizes = {spec.bucket: spec.num_elements for spec in specs}
+        self._feedback = ErrorFeedback(config.wire_type, sizes) if config.wire_type in ROUNDED else None
+        self._contributor = Contributor(work, self._gradients, specs, self._feedback)
         follower = Follower(training.state_source, training.follow_bytes) if training.state_source else None
         self._catching_up = CatchingUp(self.replica, self._contributor, follower)
         self._checkpoints = CheckpointWriter(training.checkpoint_folder) if training.checkpoint_folder else None
@@ -132,7 +137,9 @@ class Trainer:
         Raises:
             ValueError: the checkpoint is damaged, or of another task or optimizer.
         """
+        self._contributor.start_over()
         self.replica.load(checkpoint, update)
+        self._take_residuals(checkpoint.parent)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, str]]:
         """Returns copies of everything that training goes on from (parameters, optimizer), and facts about it."""
@@ -144,8 +151,9 @@ class Trainer:
         Raises:
             ValueError: it is damaged, or of another task or optimizer.
         """
-        self._contributor.release(())
+        self._contributor.start_over()
         self.replica.restore(what, tensors, facts)
+        self._take_residuals(self._training.checkpoint_folder)
 
     def train(self, session: Session, on_event: OnEvent = _ignore) -> TrainResult:
         """Trains until the session says that the run is over.
@@ -155,6 +163,7 @@ class Trainer:
             OSError: a checkpoint could not be written.
         """
         self._began = time.perf_counter()
+        self._gradients.new_vector = session.new_vector
         while (lease := self._receive(session)) is not None:
             failpoints.hit("worker.lease.taken")
             if self._checkpoints:
@@ -165,6 +174,7 @@ class Trainer:
         self._catching_up.take_state()
         if self.completed_steps:
             self._write(session, "last")
+            self._keep_residuals()
         if self._checkpoints:
             self._checkpoints.wait(self._training.means_timeout_s)
         return replace(
@@ -198,17 +208,23 @@ class Trainer:
         turn.wait(self._training.means_timeout_s)
         failpoints.hit("worker.commit.received")
         session.report("updating")
+        updating = time.perf_counter()
         if follows:
             note = self._catching_up.keep(lease, commit, self._contributor.means)
         else:
             note = self._apply(lease, commit)
         self._contributor.release(turn.shards)
-        self._times = turn.primary.times(committed, time.perf_counter(), turn.extras)
+        updated = time.perf_counter()
+        self._times = turn.primary.times(committed, updated, turn.extras)
         self._result = replace(self._result, train_loss=commit.global_loss)
         every = self._training.checkpoint_every
         if not follows and every and self.completed_steps % every == 0:
             note = self._write(session, "last") or note
-        return self._event(turn, commit, self._times, note, follows)
+        stored_every = self._config.state.store_every or every
+        if lease.publish_state or (stored_every and self.completed_steps % stored_every == 0):
+            self._keep_residuals()
+        event = self._event(turn, commit, self._times, note, follows)
+        return replace(event, moments=turn.moments(committed, updating, updated))
 
     def _evaluate(self, session: Session, lease: ShardAssignment) -> StepEvent | None:
         turn = Turn(Shard(lease))
@@ -286,6 +302,25 @@ class Trainer:
             name, self._task, self.replica.update, self.completed_steps, self._training.means_timeout_s
         )
         return f"writing {path}"
+
+    def _keep_residuals(self) -> None:
+        """Begins to write what rounding keeps back, for a run that goes on from the parameters of now."""
+        if self._feedback is None or self._checkpoints is None or self.is_following:
+            return
+        residuals = UnwrittenResiduals(
+            completed_steps=self.completed_steps,
+            parameters_sha256=self.parameters_sha256(),
+            residuals=self._feedback.copies(),
+        )
+        self._checkpoints.start_residuals(residuals, self._training.means_timeout_s)
+
+    def _take_residuals(self, checkpoints: Path | None) -> None:
+        """Goes on with what rounding had kept back of the parameters of now, where this worker wrote it down."""
+        if self._feedback is None or checkpoints is None:
+            return
+        sizes = {bucket: values.size for bucket, values in self._feedback.residuals.items()}
+        if found := load_residuals(checkpoints, self.completed_steps, self.parameters_sha256(), sizes):
+            self._feedback.restore(found)
 
     def _event(self, turn: Turn, commit: Commit, times: StepTimes, note: str, follows: bool) -> StepEvent:
         split = TRAIN if turn.lease.kind == "train" else EVALUATION

@@ -3,7 +3,7 @@
 import json
 import logging
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +52,13 @@ class Metrics:
 
 
 def record(event: StepEvent) -> dict[str, object]:
-    """Returns an event as plain values, one flat level but for the times and the task's own numbers; NaN is None."""
+    """Returns an event as plain values, one flat level but for the times and the task's own numbers; NaN is None.
+
+    Moments are for the timeline: they mean nothing to another process.
+    """
     samples_per_s = event.total_samples / event.wall_s if event.wall_s > 0 else None
-    values = {**asdict(event), "accuracy": event.accuracy, "samples_per_s": samples_per_s}
+    values = {**asdict(replace(event, moments=None)), "accuracy": event.accuracy, "samples_per_s": samples_per_s}
+    del values["moments"]
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()
     }

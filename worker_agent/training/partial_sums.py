@@ -14,6 +14,8 @@ last parts is done with them.
 What is ugly: the caller must fill `leaf()` before `push()`, and nothing checks that it did.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 
@@ -23,16 +25,29 @@ from ayni.tree import Node
 Vector = npt.NDArray[np.float32]
 
 
+NewVector = Callable[[int], Vector]
+"""Returns a vector of so many elements, float32; its values are undefined."""
+
+
+def new_ordinary_vector(num_elements: int) -> Vector:
+    """Returns a vector in memory of this process alone."""
+    return np.empty(num_elements, np.float32)
+
+
 class PartialSums:
     """The sums of one bucket over one shard."""
 
-    def __init__(self, num_elements: int, free: list[Vector] | None = None) -> None:
+    def __init__(
+        self, num_elements: int, free: list[Vector] | None = None, new_vector: NewVector = new_ordinary_vector
+    ) -> None:
         """Makes the sums of a bucket of `num_elements`; buffers are allocated where the free list has none.
 
         Args:
             num_elements: N.
             free: buffers that are not in use, each shape [N], float32; None for a list of its own.
+            new_vector: allocates one more.
         """
+        self._new_vector = new_vector
         self._num_elements = num_elements
         self._free = [] if free is None else free
         self._stack: list[tuple[Node, Vector | None]] = []
@@ -60,7 +75,7 @@ class PartialSums:
     def leaf(self) -> Vector:
         """Returns the buffer for the next micro-batch's gradient, shape [N], float32; its values are undefined."""
         if self._leaf is None:
-            self._leaf = self._free.pop() if self._free else np.empty(self._num_elements, np.float32)
+            self._leaf = self._free.pop() if self._free else self._new_vector(self._num_elements)
         return self._leaf
 
     def push(self) -> None:

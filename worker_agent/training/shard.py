@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from worker_agent.session import Commit, MicrobatchStats, Report, ShardAssignment, StepTimes, Vector
-from worker_agent.training.events import StepEvent
+from worker_agent.training.events import LeaseMoments, StepEvent
 from worker_agent.training.gradients import ShardSums
 from worker_agent.training.task import LossSums
 
@@ -67,6 +67,10 @@ class Shard:
         """Keeps a reduction that is under way, and later the moment of its mean."""
         future.add_done_callback(self._note_arrival)
         self.futures.append(future)
+
+    def moments(self) -> LeaseMoments:
+        """Returns when it was worked on."""
+        return LeaseMoments(lease_id=self.assignment.lease_id, began=self.began, computed=self.computed)
 
     def computing_times(self) -> StepTimes:
         """Returns what the micro-batches took, in whichever attempt that was."""

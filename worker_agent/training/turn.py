@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from ayni.errors import LeaseRevoked
 from worker_agent.session import Commit, Session, ShardAssignment
+from worker_agent.training.events import StepMoments
 from worker_agent.training.shard import Shard
 
 log = logging.getLogger(__name__)
@@ -74,6 +75,13 @@ class Turn:
                 f"{len(held)} reductions of attempt {self.lease.attempt} at step {self.lease.step} did not end within "
                 f"{seconds:.0f} s after it was over"
             )
+
+    def moments(self, committed: float, updating: float, updated: float) -> StepMoments:
+        """Returns the moments of a step that this turn led to, and whose commit and update were then."""
+        counted = (self.primary, *self.extras)
+        return StepMoments(
+            leases=tuple(shard.moments() for shard in counted), committed=committed, updating=updating, updated=updated
+        )
 
     def _take_on(self, lease: ShardAssignment) -> Shard:
         first, last = lease.microbatch_start, lease.microbatch_stop - 1

@@ -240,6 +240,7 @@ class JoinResponse(_message.Message):
     HEARTBEAT_INTERVAL_FIELD_NUMBER: _builtins.int
     WIRE_TYPE_FIELD_NUMBER: _builtins.int
     UPDATE_FIELD_NUMBER: _builtins.int
+    SHARED_MEMORY_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.int
     """Number of the worker in this run; never reused. Zero is a valid id."""
     session: _builtins.str
@@ -251,7 +252,9 @@ class JoinResponse(_message.Message):
     epoch: _builtins.int
     """Current epoch; 0 before the first one is formed."""
     wire_type: _tensor_pb2.DType.ValueType
-    """Element type of gradients on the wire in this run."""
+    """Element type of contributions on the wire in this run. Means have the same, but for DTYPE_INT8, whose are
+    DTYPE_BFLOAT16.
+    """
     update: _builtins.str
     """How the optimizer step runs in this run: "host" or "device". Decided when the first epoch forms if the run
     file says "auto"; then empty here and final in ShardAssignmentResponse.assignment.
@@ -263,6 +266,12 @@ class JoinResponse(_message.Message):
     @_builtins.property
     def heartbeat_interval(self) -> _duration_pb2.Duration:
         """How often the worker should send Heartbeat."""
+
+    @_builtins.property
+    def shared_memory(self) -> Global___SharedMemoryOffer:
+        """Where workers of the coordinator's host and user can share memory with it, so that gradients need not travel.
+        Absent where that can't be.
+        """
 
     def __init__(
         self,
@@ -276,14 +285,53 @@ class JoinResponse(_message.Message):
         heartbeat_interval: _duration_pb2.Duration | None = ...,
         wire_type: _tensor_pb2.DType.ValueType = ...,
         update: _builtins.str = ...,
+        shared_memory: Global___SharedMemoryOffer | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat_interval", b"heartbeat_interval", "lease", b"lease"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat_interval", b"heartbeat_interval", "lease", b"lease", "shared_memory", b"shared_memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "heartbeat_interval", b"heartbeat_interval", "lease", b"lease", "run_id", b"run_id", "session", b"session", "total_workers", b"total_workers", "update", b"update", "wire_type", b"wire_type", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "heartbeat_interval", b"heartbeat_interval", "lease", b"lease", "run_id", b"run_id", "session", b"session", "shared_memory", b"shared_memory", "total_workers", b"total_workers", "update", b"update", "wire_type", b"wire_type", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___JoinResponse: _TypeAlias = JoinResponse  # noqa: Y015
+
+@_typing.final
+class SharedMemoryOffer(_message.Message):
+    """Says how a process of the same host and user can exchange descriptors of shared memory with the coordinator."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BOOT_ID_FIELD_NUMBER: _builtins.int
+    PID_NAMESPACE_FIELD_NUMBER: _builtins.int
+    UID_FIELD_NUMBER: _builtins.int
+    FOLDER_FIELD_NUMBER: _builtins.int
+    SOCKET_NAME_FIELD_NUMBER: _builtins.int
+    boot_id: _builtins.str
+    """Identity of the running system."""
+    pid_namespace: _builtins.int
+    """Inode of the process namespace."""
+    uid: _builtins.int
+    """User."""
+    folder: _builtins.str
+    """Folder of the socket."""
+    socket_name: _builtins.str
+    """Name of the socket in the folder."""
+    def __init__(
+        self,
+        *,
+        boot_id: _builtins.str = ...,
+        pid_namespace: _builtins.int = ...,
+        uid: _builtins.int = ...,
+        folder: _builtins.str = ...,
+        socket_name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "folder", b"folder", "pid_namespace", b"pid_namespace", "socket_name", b"socket_name", "uid", b"uid"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SharedMemoryOffer: _TypeAlias = SharedMemoryOffer  # noqa: Y015
 
 @_typing.final
 class ShardAssignmentRequest(_message.Message):
@@ -808,7 +856,9 @@ class RoundAccepted(_message.Message):
     WINDOW_CHUNKS_FIELD_NUMBER: _builtins.int
     ALREADY_HELD_FIELD_NUMBER: _builtins.int
     chunk_bytes: _builtins.int
-    """Every chunk but a part's last one carries exactly this many bytes."""
+    """Every chunk but a part's last one carries exactly this many bytes. With DTYPE_INT8 it carries as many elements as
+    this many bytes of DTYPE_FLOAT32.
+    """
     window_chunks: _builtins.int
     """Chunks that the server keeps of this contribution before it stops reading."""
     already_held: _builtins.bool
@@ -1831,6 +1881,7 @@ class WorkerSnapshot(_message.Message):
     FOLLOWING_FIELD_NUMBER: _builtins.int
     STRIKES_FIELD_NUMBER: _builtins.int
     MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    SHARES_MEMORY_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.int
     """Number of the worker. Zero is a valid id."""
     worker_name: _builtins.str
@@ -1859,6 +1910,8 @@ class WorkerSnapshot(_message.Message):
     """Micro-batches that it reported as not finite, or contributions of it that were refused for it."""
     memory_bytes: _builtins.int
     """Memory that it computes in; 0 when it did not say."""
+    shares_memory: _builtins.bool
+    """True when its gradients go through memory that it shares with the coordinator, so that frames only say where."""
     @_builtins.property
     def device_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of its devices."""
@@ -1891,10 +1944,11 @@ class WorkerSnapshot(_message.Message):
         following: _builtins.bool = ...,
         strikes: _builtins.int = ...,
         memory_bytes: _builtins.int = ...,
+        shares_memory: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["last_seen", b"last_seen", "times", b"times"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "backend", b"backend", "committed", b"committed", "device_names", b"device_names", "following", b"following", "last_seen", b"last_seen", "memory_bytes", b"memory_bytes", "peer", b"peer", "received_bytes", b"received_bytes", "samples_per_second", b"samples_per_second", "sent_bytes", b"sent_bytes", "share", b"share", "share_reason", b"share_reason", "strikes", b"strikes", "times", b"times", "worker_id", b"worker_id", "worker_name", b"worker_name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "backend", b"backend", "committed", b"committed", "device_names", b"device_names", "following", b"following", "last_seen", b"last_seen", "memory_bytes", b"memory_bytes", "peer", b"peer", "received_bytes", b"received_bytes", "samples_per_second", b"samples_per_second", "sent_bytes", b"sent_bytes", "share", b"share", "share_reason", b"share_reason", "shares_memory", b"shares_memory", "strikes", b"strikes", "times", b"times", "worker_id", b"worker_id", "worker_name", b"worker_name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

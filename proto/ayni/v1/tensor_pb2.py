@@ -24,17 +24,19 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x61yni/v1/tensor.proto\x12\x07\x61yni.v1\"x\n\nTensorSpec\x12\x1d\n\x05\x64type\x18\x01 \x01(\x0e\x32\x0e.ayni.v1.DType\x12\x14\n\x0cnum_elements\x18\x02 \x01(\x04\x12\x17\n\x0f\x63omponent_sizes\x18\x03 \x03(\x04\x12\x1c\n\x14scale_block_elements\x18\x04 \x01(\r\"h\n\x05\x43hunk\x12\x14\n\x0coffset_bytes\x18\x01 \x01(\x04\x12\x0c\n\x04part\x18\x02 \x01(\r\x12\x12\n\x05\x63rc32\x18\x03 \x01(\x07H\x00\x88\x01\x01\x12\x0f\n\x07padding\x18\x04 \x01(\x0c\x12\x0c\n\x04\x64\x61ta\x18\x05 \x01(\x0c\x42\x08\n\x06_crc32*\xbc\x01\n\x05\x44Type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x11\n\rDTYPE_FLOAT32\x10\x01\x12\x11\n\rDTYPE_FLOAT16\x10\x02\x12\x12\n\x0e\x44TYPE_BFLOAT16\x10\x03\x12\x0e\n\nDTYPE_INT8\x10\x04\x12\x0f\n\x0b\x44TYPE_UINT8\x10\x05\x12\x17\n\x13\x44TYPE_FLOAT8_E4M3FN\x10\x06\x12\x15\n\x11\x44TYPE_FLOAT8_E5M2\x10\x07\x12\x11\n\rDTYPE_FLOAT64\x10\x08\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x61yni/v1/tensor.proto\x12\x07\x61yni.v1\"x\n\nTensorSpec\x12\x1d\n\x05\x64type\x18\x01 \x01(\x0e\x32\x0e.ayni.v1.DType\x12\x14\n\x0cnum_elements\x18\x02 \x01(\x04\x12\x17\n\x0f\x63omponent_sizes\x18\x03 \x03(\x04\x12\x1c\n\x14scale_block_elements\x18\x04 \x01(\r\"\x8e\x01\n\x05\x43hunk\x12\x14\n\x0coffset_bytes\x18\x01 \x01(\x04\x12\x0c\n\x04part\x18\x02 \x01(\r\x12\x12\n\x05\x63rc32\x18\x03 \x01(\x07H\x00\x88\x01\x01\x12\x0f\n\x07padding\x18\x04 \x01(\x0c\x12\x0c\n\x04\x64\x61ta\x18\x05 \x01(\x0c\x12$\n\x06shared\x18\x06 \x01(\x0b\x32\x14.ayni.v1.SharedRangeB\x08\n\x06_crc32\"]\n\x0bSharedRange\x12\x0e\n\x06region\x18\x01 \x01(\x04\x12\x14\n\x0coffset_bytes\x18\x02 \x01(\x04\x12\x14\n\x0clength_bytes\x18\x03 \x01(\x04\x12\x12\n\ngeneration\x18\x04 \x01(\x04*\xbc\x01\n\x05\x44Type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x11\n\rDTYPE_FLOAT32\x10\x01\x12\x11\n\rDTYPE_FLOAT16\x10\x02\x12\x12\n\x0e\x44TYPE_BFLOAT16\x10\x03\x12\x0e\n\nDTYPE_INT8\x10\x04\x12\x0f\n\x0b\x44TYPE_UINT8\x10\x05\x12\x17\n\x13\x44TYPE_FLOAT8_E4M3FN\x10\x06\x12\x15\n\x11\x44TYPE_FLOAT8_E5M2\x10\x07\x12\x11\n\rDTYPE_FLOAT64\x10\x08\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'ayni.v1.tensor_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DTYPE']._serialized_start=262
-  _globals['_DTYPE']._serialized_end=450
+  _globals['_DTYPE']._serialized_start=396
+  _globals['_DTYPE']._serialized_end=584
   _globals['_TENSORSPEC']._serialized_start=33
   _globals['_TENSORSPEC']._serialized_end=153
-  _globals['_CHUNK']._serialized_start=155
-  _globals['_CHUNK']._serialized_end=259
+  _globals['_CHUNK']._serialized_start=156
+  _globals['_CHUNK']._serialized_end=298
+  _globals['_SHAREDRANGE']._serialized_start=300
+  _globals['_SHAREDRANGE']._serialized_end=393
 # @@protoc_insertion_point(module_scope)

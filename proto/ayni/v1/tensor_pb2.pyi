@@ -38,7 +38,11 @@ class _DTypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DType.ValueType
     DTYPE_BFLOAT16: _DType.ValueType  # 3
     """The upper half of a binary32, 2 bytes, rounded to nearest even."""
     DTYPE_INT8: _DType.ValueType  # 4
-    """Signed integer, 1 byte, with one float32 scale for each TensorSpec.scale_block_elements elements."""
+    """Signed integer, 1 byte, with one float32 scale for each TensorSpec.scale_block_elements elements. The data of a
+    chunk is the scales of its blocks, then its integers. A block with an infinite scale holds values that are not
+    finite: 1 and -1 for the infinities, -128 for NaN, 0 for a finite one. Means of such contributions travel as
+    DTYPE_BFLOAT16.
+    """
     DTYPE_UINT8: _DType.ValueType  # 5
     """Unsigned integer or opaque byte, 1 byte."""
     DTYPE_FLOAT8_E4M3FN: _DType.ValueType  # 6
@@ -64,7 +68,11 @@ DTYPE_FLOAT16: DType.ValueType  # 2
 DTYPE_BFLOAT16: DType.ValueType  # 3
 """The upper half of a binary32, 2 bytes, rounded to nearest even."""
 DTYPE_INT8: DType.ValueType  # 4
-"""Signed integer, 1 byte, with one float32 scale for each TensorSpec.scale_block_elements elements."""
+"""Signed integer, 1 byte, with one float32 scale for each TensorSpec.scale_block_elements elements. The data of a
+chunk is the scales of its blocks, then its integers. A block with an infinite scale holds values that are not
+finite: 1 and -1 for the infinities, -128 for NaN, 0 for a finite one. Means of such contributions travel as
+DTYPE_BFLOAT16.
+"""
 DTYPE_UINT8: DType.ValueType  # 5
 """Unsigned integer or opaque byte, 1 byte."""
 DTYPE_FLOAT8_E4M3FN: DType.ValueType  # 6
@@ -90,7 +98,7 @@ class TensorSpec(_message.Message):
     num_elements: _builtins.int
     """Number of elements, at least 1."""
     scale_block_elements: _builtins.int
-    """With DTYPE_INT8, how many neighbouring elements share one scale. Zero with every other type."""
+    """With DTYPE_INT8, how many neighbouring elements share one scale: 256. Zero with every other type."""
     @_builtins.property
     def component_sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Number of elements of each component, in order; they add up to num_elements. Empty means one component.
@@ -126,8 +134,11 @@ class Chunk(_message.Message):
     CRC32_FIELD_NUMBER: _builtins.int
     PADDING_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
+    SHARED_FIELD_NUMBER: _builtins.int
     offset_bytes: _builtins.int
-    """Position of the first byte, equal to the number of bytes sent before in this stream for the same part."""
+    """Position of the first byte, equal to the number of bytes sent before in this stream for the same part. With
+    DTYPE_INT8 four times the number of elements sent before, as if they were DTYPE_FLOAT32.
+    """
     part: _builtins.int
     """Which of several tensors in the stream this belongs to, counted from 0. Zero where there is one."""
     crc32: _builtins.int
@@ -138,6 +149,12 @@ class Chunk(_message.Message):
     """
     data: _builtins.bytes
     """The bytes, at most the chunk size that the receiver announced."""
+    @_builtins.property
+    def shared(self) -> Global___SharedRange:
+        """Where the bytes lie, in place of `data`: in memory that sender and receiver share, because they run on one host.
+        A contribution or a mean that begins like this goes on like this. May cover several chunks at once.
+        """
+
     def __init__(
         self,
         *,
@@ -146,13 +163,52 @@ class Chunk(_message.Message):
         crc32: _builtins.int | None = ...,
         padding: _builtins.bytes = ...,
         data: _builtins.bytes = ...,
+        shared: Global___SharedRange | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_crc32", b"_crc32", "crc32", b"crc32"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_crc32", b"_crc32", "crc32", b"crc32", "shared", b"shared"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_crc32", b"_crc32", "crc32", b"crc32", "data", b"data", "offset_bytes", b"offset_bytes", "padding", b"padding", "part", b"part"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_crc32", b"_crc32", "crc32", b"crc32", "data", b"data", "offset_bytes", b"offset_bytes", "padding", b"padding", "part", b"part", "shared", b"shared"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__crc32: _TypeAlias = _typing.Literal["crc32"]  # noqa: Y015
     _WhichOneofArgType__crc32: _TypeAlias = _typing.Literal["_crc32", b"_crc32"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__crc32) -> _WhichOneofReturnType__crc32 | None: ...
 
 Global___Chunk: _TypeAlias = Chunk  # noqa: Y015
+
+@_typing.final
+class SharedRange(_message.Message):
+    """Names a run of bytes in a region of the sender's memory, which the receiver has mapped or maps now; see
+    JoinResponse.shared_memory.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REGION_FIELD_NUMBER: _builtins.int
+    OFFSET_BYTES_FIELD_NUMBER: _builtins.int
+    LENGTH_BYTES_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    region: _builtins.int
+    """The region, as its owner numbered it."""
+    offset_bytes: _builtins.int
+    """First byte in the region."""
+    length_bytes: _builtins.int
+    """Number of bytes."""
+    generation: _builtins.int
+    """What the region's header counted when the bytes were written. The owner adds one before it writes the region
+    anew, so whoever finds another number after reading has read something else, and must not use it.
+    """
+    def __init__(
+        self,
+        *,
+        region: _builtins.int = ...,
+        offset_bytes: _builtins.int = ...,
+        length_bytes: _builtins.int = ...,
+        generation: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "length_bytes", b"length_bytes", "offset_bytes", b"offset_bytes", "region", b"region"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SharedRange: _TypeAlias = SharedRange  # noqa: Y015

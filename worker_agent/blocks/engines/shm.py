@@ -19,26 +19,25 @@ from pathlib import Path
 from ayni.blocks.layouts import LayoutHandle, StorageKind
 from ayni.blocks.metadata import EngineExport, WorkerMetadata
 from ayni.errors import AyniError, StaleEpoch, UnknownLayout, Unsupported
+from ayni.shm.folder import SocketFolder, default_folder
+from ayni.shm.host import socket_name
+from ayni.shm.json_messages import encode_refusal
+from ayni.shm.sockets import SocketServer, answering
+from ayni.shm.this_host import check_host, this_host
 from worker_agent.blocks.engine import Capabilities
 from worker_agent.blocks.engines.shm_dial import Dialer
-from worker_agent.blocks.engines.shm_folder import SocketFolder, default_folder
 from worker_agent.blocks.engines.shm_link import ShmLink
 from worker_agent.blocks.engines.shm_messages import (
-    HostIdentity,
     PoolAnswer,
     ShmExport,
     decode_export,
     decode_request,
     encode_answer,
     encode_export,
-    encode_refusal,
-    socket_name,
 )
 from worker_agent.blocks.engines.shm_pull import NUM_THREADS
-from worker_agent.blocks.engines.shm_socket import SocketServer
 from worker_agent.blocks.memory import Memory
 from worker_agent.blocks.pools import PoolFiles, PoolMemory
-from worker_agent.blocks.shared_memory import can_share
 
 _log = logging.getLogger(__name__)
 
@@ -98,7 +97,7 @@ class ShmEngine:
         """Maps the pools that a peer lends; see `worker_agent.blocks.engine.Engine`."""
         offer = decode_export(export.data)
         name = f"rank {peer.rank} of {peer.instance_id}"
-        _check_host(offer.host, name)
+        check_host(offer.host, name)
         dialer = Dialer(peer=name, offer=offer, executor=self._executor, deadline=deadline)
         return await dialer.dial(peer.layouts)
 
@@ -121,7 +120,7 @@ class ShmEngine:
         try:
             self._folder = SocketFolder(self._path, make=True)
             self._folder.sweep()
-            self._server = SocketServer(self._folder, socket_name(self._incarnation), self._answer)
+            self._server = SocketServer(self._folder, socket_name(self._incarnation), answering(self._answer))
         except Unsupported as error:
             _log.warning("shared memory is not offered: %s", error)
             return False
@@ -142,23 +141,3 @@ class ShmEngine:
             return encode_refusal(error), ()
         _, files, epoch = self._lent[request.layout]
         return encode_answer(PoolAnswer(epoch=epoch, start=files.start)), (files.data_fd, files.control_fd)
-
-
-def this_host() -> HostIdentity:
-    """Returns what only processes of this host, process namespace and user have in common."""
-    assert can_share(), "the identity of a host that can't share memory is asked for"
-    return HostIdentity(
-        boot_id=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
-        pid_namespace=os.stat("/proc/self/ns/pid").st_ino,
-        uid=os.geteuid(),
-    )
-
-
-def _check_host(theirs: HostIdentity, peer: str) -> None:
-    if not can_share():
-        raise Unsupported("this system can't share memory", field="engine", detail="system")
-    if (ours := this_host()) != theirs:
-        detail = f"{peer} is {theirs}, this worker is {ours}"
-        raise Unsupported(
-            f"shared memory needs one host, process namespace and user: {detail}", field="engine", detail=detail
-        )

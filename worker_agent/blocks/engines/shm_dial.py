@@ -13,12 +13,12 @@ import numpy as np
 
 from ayni.blocks.layouts import LayoutDescriptor
 from ayni.errors import Deadline, PeerLost, Unsupported
-from worker_agent.blocks.engines.shm_folder import SocketFolder
+from ayni.shm.folder import SocketFolder
+from ayni.shm.sockets import credentials, receive, send
 from worker_agent.blocks.engines.shm_link import ShmLink
 from worker_agent.blocks.engines.shm_messages import PoolRequest, ShmExport, decode_answer, encode_request
 from worker_agent.blocks.engines.shm_process import PeerProcess
 from worker_agent.blocks.engines.shm_pull import Lent
-from worker_agent.blocks.engines.shm_socket import credentials, receive, send
 from worker_agent.blocks.engines.warm_up import MOST_WARM_UP_BYTES
 from worker_agent.blocks.geometry import Geometry
 from worker_agent.blocks.memory import WHOLE

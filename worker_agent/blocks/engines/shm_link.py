@@ -9,8 +9,8 @@ from pathlib import Path
 
 from ayni.blocks.layouts import LayoutDescriptor, LayoutHandle
 from ayni.errors import AyniError, PeerLost, Unsupported
+from ayni.shm.folder import SocketFolder
 from worker_agent.blocks.engine import Move, Ticket
-from worker_agent.blocks.engines.shm_folder import SocketFolder
 from worker_agent.blocks.engines.shm_messages import ShmExport
 from worker_agent.blocks.engines.shm_process import PeerProcess
 from worker_agent.blocks.engines.shm_pull import Lent, Pull

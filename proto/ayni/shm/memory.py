@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from ayni.errors import PeerLost, StorageFailed, TooLarge
-from worker_agent.blocks.memory import Bytes
+
+Bytes = npt.NDArray[np.uint8]
 
 _F_SEAL_FUTURE_WRITE = 0x10
 """Linux 5.1; the standard library does not name it."""
@@ -45,7 +47,7 @@ def share(name: str, size: int) -> SharedMemory:
         TooLarge: less is available.
         StorageFailed: the system refuses.
     """
-    _check_available(size)
+    _check_available(name, size)
     fd = -1
     try:
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -58,7 +60,7 @@ def share(name: str, size: int) -> SharedMemory:
             os.close(fd)
         detail = error.strerror or str(error)
         raise StorageFailed(
-            f"could not set {size} bytes of memory aside for {name}: {detail}; ask for fewer blocks",
+            f"could not set {size} bytes of memory aside for {name}: {detail}; ask for less",
             place=name,
             detail=detail,
         ) from error
@@ -103,13 +105,13 @@ def _available_in_group() -> int:
     return int(limit) - used + sum(map(int, cached))
 
 
-def _check_available(size: int) -> None:
+def _check_available(name: str, size: int) -> None:
     available = available_bytes()
     if size > available:
         raise TooLarge(
-            f"a pool of {size} bytes does not fit into this worker's memory: {available} bytes are available; ask for "
-            "fewer blocks",
-            field="num_blocks",
+            f"{name} of {size} bytes does not fit into this process's memory: {available} bytes are available; ask "
+            "for less",
+            field="size",
             limit=available,
             received=size,
         )

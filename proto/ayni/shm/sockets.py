@@ -1,4 +1,4 @@
-"""Messages and descriptors between workers of one user, and the engine's side that answers them.  [shell]
+"""Messages and descriptors between processes of one user, and the side that is dialed.  [shell]
 
 Both sides check who is on the other side.
 """
@@ -10,20 +10,18 @@ import logging
 import os
 import socket
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from ayni.errors import AyniError, Deadline, PeerLost, Unsupported
-from worker_agent.blocks.engines.shm_folder import SocketFolder
-from worker_agent.blocks.engines.shm_messages import MAX_MESSAGE_BYTES
+from ayni.shm.folder import SocketFolder
+from ayni.shm.json_messages import MAX_MESSAGE_BYTES
 
 _log = logging.getLogger(__name__)
 
 _MAX_FDS = 2
-_SERVE_SECONDS = 10.0
-"""Longest time for all requests of one peer."""
-_MAX_PEERS = 64
-"""Peers that are served at a time."""
+_ANSWER_SECONDS = 10.0
+"""Longest time for all requests of one peer that only asks."""
 _NO_DESCRIPTORS = {errno.EMFILE, errno.ENFILE}
 _RESUME_SECONDS = 1.0
 
@@ -55,11 +53,11 @@ def credentials(connection: socket.socket) -> Credentials:
     return Credentials(pid=pid, uid=uid)
 
 
-async def receive(connection: socket.socket, deadline: float) -> tuple[bytes, list[int]]:
-    """Returns the next message and its descriptors; no bytes at the end.
+async def receive(connection: socket.socket, deadline: float | None) -> tuple[bytes, list[int]]:
+    """Returns the next message and its descriptors, which the caller closes; no bytes at the end.
 
     Raises:
-        Deadline: nothing came until `deadline`, a moment on the loop's clock.
+        Deadline: nothing came until `deadline`, a moment on the loop's clock; None: never.
         PeerLost: the connection broke.
     """
     await _ready(connection, deadline)
@@ -68,8 +66,7 @@ async def receive(connection: socket.socket, deadline: float) -> tuple[bytes, li
     except OSError as error:
         raise _broken(error) from error
     if flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC):
-        for fd in fds:
-            os.close(fd)
+        close_all(fds)
         raise PeerLost("a message of shared memory is too long", peer="", detail="message was cut off")
     return data, fds
 
@@ -86,16 +83,39 @@ def send(connection: socket.socket, data: bytes, fds: Sequence[int] = ()) -> Non
         raise _broken(error) from error
 
 
+def close_all(fds: Sequence[int]) -> None:
+    """Closes descriptors that nobody wants."""
+    for fd in fds:
+        os.close(fd)
+
+
+Converse = Callable[[socket.socket], Awaitable[None]]
+"""Talks with one peer until either has said all. Whoever is called closes nothing but what it received."""
 Answer = Callable[[bytes], tuple[bytes, Sequence[int]]]
 """Answers a request with a message and descriptors."""
 
 
-class SocketServer:
-    """Answers peers on one socket, on the running loop."""
+def answering(answer: Answer) -> Converse:
+    """Returns how to talk with a peer that only asks: it gets one answer for each request, and must be quick."""
 
-    def __init__(self, folder: SocketFolder, name: str, answer: Answer) -> None:
-        """Starts to listen; `answer` is called on the loop."""
-        self._folder, self._name, self._answer = folder, name, answer
+    async def converse(connection: socket.socket) -> None:
+        deadline = asyncio.get_running_loop().time() + _ANSWER_SECONDS
+        while True:
+            data, fds = await receive(connection, deadline)
+            close_all(fds)
+            if not data:
+                return
+            send(connection, *answer(data))
+
+    return converse
+
+
+class SocketServer:
+    """Talks with the peers that dial one socket, on the running loop."""
+
+    def __init__(self, folder: SocketFolder, name: str, converse: Converse, max_peers: int = 64) -> None:
+        """Starts to listen; at most `max_peers` are talked with at a time, and the others turned away."""
+        self._folder, self._name, self._converse, self._max_peers = folder, name, converse, max_peers
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._listener = folder.listen(name)
@@ -126,7 +146,7 @@ class SocketServer:
                 self._loop.remove_reader(self._listener)
                 self._resume = self._loop.call_later(_RESUME_SECONDS, self._listen)
             return
-        if len(self._tasks) >= _MAX_PEERS:
+        if len(self._tasks) >= self._max_peers:
             connection.close()
             return
         task = self._loop.create_task(self._serve(connection))
@@ -137,20 +157,13 @@ class SocketServer:
 
     async def _serve(self, connection: socket.socket) -> None:
         connection.setblocking(False)
-        deadline = self._loop.time() + _SERVE_SECONDS
         # What a peer does wrong is the peer's: it sees its connection end.
         with contextlib.suppress(AyniError):
             credentials(connection)
-            while True:
-                data, fds = await receive(connection, deadline)
-                for fd in fds:
-                    os.close(fd)
-                if not data:
-                    return
-                send(connection, *self._answer(data))
+            await self._converse(connection)
 
 
-async def _ready(connection: socket.socket, deadline: float) -> None:
+async def _ready(connection: socket.socket, deadline: float | None) -> None:
     """Waits until there is something to read."""
     loop = asyncio.get_running_loop()
     ready: asyncio.Future[None] = loop.create_future()

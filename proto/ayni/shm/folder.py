@@ -1,8 +1,9 @@
-"""The folder of the sockets through which workers of one user reach one another.  [shell]
+"""The folder of the sockets through which processes of one user reach one another.  [shell]
 
-Each engine listens on its own socket in a folder that only its user can enter. A socket that nobody listens on was
-left behind by a kill; any engine that starts, and any peer that finds one, removes it. Sockets are named through the
-folder's descriptor: the folder that was checked is the one that is used, and the length of its path does not matter.
+Each listens on its own socket in a folder that only its user can enter. A socket that nobody listens on was left
+behind by a kill; any process that starts to listen, and any peer that finds one, removes it. Sockets are named
+through the folder's descriptor: the folder that was checked is the one that is used, and the length of its path does
+not matter.
 """
 
 import contextlib
@@ -14,9 +15,10 @@ import time
 from pathlib import Path
 
 from ayni.errors import PeerLost, Unsupported
-from worker_agent.blocks.engines.shm_messages import is_socket_name
+from ayni.shm.host import is_socket_name
 
-_BACKLOG = 64
+_BACKLOG = 1024
+"""Peers that may wait until they are let in: as many as start at once on one host."""
 _UNFINISHED = ".new"
 _UNFINISHED_SECONDS = 60.0
 """Age at which a socket that nobody listens on yet was left behind."""

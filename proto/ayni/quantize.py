@@ -1,0 +1,139 @@
+"""Float32 numbers as one byte each, with a scale for every block of them.  [core]
+
+Legend: C elements in a chunk, B blocks in it, K elements in a block.
+
+Theory of operation. A chunk is cut into blocks of 256 neighbouring elements; its last block may be shorter. A block's
+scale is the largest magnitude in it divided by 127, and each element becomes the nearest multiple of it, -127 to 127
+times: off by half a scale at most. A payload is the float32 scales, little-endian, and then the C codes. Chunks begin
+at multiples of 256 elements of their tensor, so where a tensor is cut into chunks makes no difference to any block.
+
+No code stands for NaN or an infinity, and what is sent must not hide one: a block that has any gets an infinite scale,
+code 0 for what is finite, 1 and -1 for the infinities and -128 for NaN. Who reads it finds them where they were.
+
+What is ugly: at both ends of float32 a scale is moved by its last bit. Next to zero bits run out, and it is rounded up,
+so that no element is more than 127 times as large; at the largest numbers it is rounded down, so that 127 times the
+scale is still a number.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from ayni.errors import BadChunk
+
+Floats = npt.NDArray[np.float32]
+Codes = npt.NDArray[np.int8]
+Payload = npt.NDArray[np.uint8]
+
+BLOCK_ELEMENTS = 256
+"""Elements that share one scale."""
+
+_SCALE = np.dtype("<f4")
+_LARGEST_CODE = np.float32(127)
+_NAN_CODE = -128
+_SMALLEST_NORMAL = np.finfo(np.float32).smallest_normal
+
+
+def payload_bytes(num_elements: int) -> int:
+    """Returns the length of a payload."""
+    return num_elements + _num_blocks(num_elements) * _SCALE.itemsize
+
+
+def num_elements(num_bytes: int) -> int:
+    """Returns how many elements a payload of this length holds.
+
+    Raises:
+        BadChunk: no payload has this length.
+    """
+    count = num_bytes - -(-num_bytes // (BLOCK_ELEMENTS + _SCALE.itemsize)) * _SCALE.itemsize
+    if payload_bytes(count) != num_bytes:
+        raise _bad_length("whole blocks of int8 elements, each with its scale", "a scale and codes", num_bytes)
+    return count
+
+
+def quantize(values_C: Floats) -> Payload:
+    """Returns the payload that stands for float32 values (one pass, a new buffer)."""
+    count, num_blocks = values_C.size, _num_blocks(values_C.size)
+    payload = np.empty(payload_bytes(count), np.uint8)
+    scales_B = payload[: num_blocks * _SCALE.itemsize].view(_SCALE)
+    codes_C = payload[num_blocks * _SCALE.itemsize :].view(np.int8)
+    for blocks, elements, size in _runs(count):
+        _quantize_blocks(values_C[elements].reshape(-1, size), scales_B[blocks], codes_C[elements].reshape(-1, size))
+    return payload
+
+
+def dequantize(payload: bytes | memoryview | Payload, count: int, out_C: Floats | None = None) -> Floats:
+    """Returns the float32 values that a payload stands for, shape [C].
+
+    Args:
+        payload: bytes of exactly that many elements.
+        count: C.
+        out_C: where they go, shape [C]; None for a new array.
+
+    Raises:
+        BadChunk: the payload has another length. Nothing was written.
+    """
+    if len(payload) != payload_bytes(count):
+        raise _bad_length(f"{count} int8 elements and their scales", payload_bytes(count), len(payload))
+    values_C = np.empty(count, np.float32) if out_C is None else out_C
+    num_blocks = _num_blocks(count)
+    scales_B = np.frombuffer(payload, _SCALE, num_blocks)
+    codes_C = np.frombuffer(payload, np.int8, count, num_blocks * _SCALE.itemsize)
+    for blocks, elements, size in _runs(count):
+        _dequantize_blocks(scales_B[blocks], codes_C[elements].reshape(-1, size), values_C[elements].reshape(-1, size))
+    return values_C
+
+
+def _quantize_blocks(values_BK: Floats, scales_B: Floats, codes_BK: Codes) -> None:
+    with np.errstate(invalid="ignore", over="ignore"):
+        scratch_BK = np.abs(values_BK)
+        # Without a sign, floats are in the order of their bits, NaN last, and whole numbers are compared much faster.
+        scales_B[...] = _scales(scratch_BK.view(np.int32).max(axis=1).view(np.float32))
+        divisors_B = np.where(scales_B == 0, np.float32(1), scales_B)
+        np.divide(values_BK, divisors_B[:, np.newaxis], out=scratch_BK)
+        codes_BK[...] = np.rint(scratch_BK, out=scratch_BK)
+    if not (finite_B := np.isfinite(scales_B)).all():
+        bad_BK = values_BK[~finite_B]
+        codes_BK[~finite_B] = np.where(np.isnan(bad_BK), _NAN_CODE, np.isposinf(bad_BK) * 1 - np.isneginf(bad_BK) * 1)
+        scales_B[~finite_B] = np.inf
+
+
+def _scales(largest_B: Floats) -> Floats:
+    scales_B = largest_B / _LARGEST_CODE
+    tops_B = scales_B * _LARGEST_CODE
+    is_short_B = (scales_B < _SMALLEST_NORMAL) & (tops_B < largest_B)
+    is_over_B = np.isinf(tops_B) & np.isfinite(largest_B)
+    if is_short_B.any() or is_over_B.any():
+        scales_B = np.where(is_short_B, np.nextafter(scales_B, np.float32(1)), scales_B)
+        return np.where(is_over_B, np.nextafter(scales_B, np.float32(0)), scales_B)
+    return scales_B
+
+
+def _dequantize_blocks(scales_B: Floats, codes_BK: Codes, out_BK: Floats) -> None:
+    out_BK[...] = codes_BK
+    with np.errstate(invalid="ignore", over="ignore"):
+        out_BK *= scales_B[:, np.newaxis]
+    if not (finite_B := np.isfinite(scales_B)).all():
+        codes_BK = codes_BK[~finite_B]
+        values_BK = np.where(codes_BK == _NAN_CODE, np.float32(np.nan), out_BK[~finite_B])
+        out_BK[~finite_B] = np.where(codes_BK == 0, np.float32(0), values_BK)
+
+
+def _runs(count: int) -> list[tuple[slice, slice, int]]:
+    """Returns which blocks of which elements are worked on at once, and how long each is: the last may be shorter."""
+    whole, rest = divmod(count, BLOCK_ELEMENTS)
+    start = whole * BLOCK_ELEMENTS
+    runs = [
+        (slice(0, whole), slice(0, start), BLOCK_ELEMENTS),
+        (slice(whole, whole + 1), slice(start, count), rest),
+    ]
+    return [run for run, is_there in zip(runs, (whole, rest), strict=True) if is_there]
+
+
+def _num_blocks(count: int) -> int:
+    return -(-count // BLOCK_ELEMENTS)
+
+
+def _bad_length(what: str, expected: object, received: int) -> BadChunk:
+    return BadChunk(
+        f"a chunk of {received} bytes does not hold {what}", field="length", expected=expected, received=received
+    )

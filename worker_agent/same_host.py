@@ -1,0 +1,176 @@
+"""Gradients through memory that this worker shares with a coordinator of its host.  [shell]
+
+Where the two can share memory, frames say where bytes lie instead of carrying them. Vectors that were made for it
+(`WorkerClient.new_vector`) are read by the coordinator in place; any other one is copied into a region first. A region
+must stay as it is until nobody can read it any more: until the bucket's mean is complete, or the contribution was given
+up, which `give_up` says in the region's header before anybody may write there again.
+
+Belongs to the event loop, except for `SharedVectors`, which any thread may use.
+"""
+
+import asyncio
+import logging
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from ayni.errors import AyniError
+from ayni.frames import ChunkView, SharedRange
+from ayni.shm.host import SharedMemoryOffer
+from ayni.shm.memory import can_share
+from ayni.shm.regions import Region, Regions
+from worker_agent.chunks import MeanBuffer, Vector
+from worker_agent.faults import TransportBroken
+from worker_agent.shared_regions import SharedRegions
+
+_log = logging.getLogger(__name__)
+
+_CONNECT_S = 10.0
+
+
+class SharedVectors:
+    """Vectors of this worker that a coordinator of its host can read; they outlive memberships."""
+
+    def __init__(self, is_wanted: bool = True) -> None:
+        """Makes none yet; not `is_wanted`: all vectors are ordinary memory, and gradients travel over gRPC."""
+        self.is_wanted = is_wanted and can_share()
+        self.regions = Regions()
+        self._staging: dict[int, list[Region]] = {}
+
+    def new(self, num_elements: int) -> Vector:
+        """Returns a vector of zeros, shape [num_elements]; ordinary memory where no other can be had."""
+        if not self.is_wanted:
+            return np.zeros(num_elements, np.float32)
+        try:
+            return self.regions.vector(num_elements)
+        except AyniError as error:
+            _log.warning("a vector of %d elements is not shared: %s", num_elements, error)
+            return np.zeros(num_elements, np.float32)
+
+    def give_up(self, vectors: Iterable[Vector | None]) -> None:
+        """Says that whoever still reads these vectors must not use what it reads."""
+        for vector in vectors:
+            found = None if vector is None else self.regions.find(vector)
+            if found:
+                found[0].renew()
+
+    def stage(self, vector: Vector) -> Region:
+        """Returns a region with a copy of a vector. Blocks the calling thread while it copies.
+
+        Raises:
+            TooLarge, StorageFailed: there is no memory for it.
+        """
+        free = self._staging.get(vector.nbytes)
+        region = free.pop() if free else self.regions.allocate(vector.nbytes)
+        region.renew()
+        region.bytes[:] = vector.view(np.uint8)
+        return region
+
+    def unstage(self, region: Region) -> None:
+        """Takes a region back, whose copy nobody needs any more."""
+        region.renew()
+        self._staging.setdefault(region.size, []).append(region)
+
+
+class SameHost:
+    """What one membership shares with the coordinator."""
+
+    def __init__(self, offer: SharedMemoryOffer | None, session: str, vectors: SharedVectors) -> None:
+        """Connects when it is first needed.
+
+        Args:
+            offer: what Join said; None: the coordinator shares nothing.
+            session: of the membership.
+            vectors: of this worker.
+        """
+        self.vectors = vectors
+        self._offer = offer if vectors.is_wanted else None
+        self._session = session
+        self._connecting: asyncio.Task[SharedRegions | None] | None = None
+
+    async def regions(self) -> SharedRegions | None:
+        """Returns the connection, or None: then gradients travel over gRPC."""
+        if self._offer is None:
+            return None
+        if self._connecting is None:
+            self._connecting = asyncio.create_task(self._connect(self._offer))
+        shared = await asyncio.shield(self._connecting)
+        return shared if shared is not None and shared.is_open else None
+
+    async def close(self) -> None:
+        """Ends the connection."""
+        connecting, self._connecting, self._offer = self._connecting, None, None
+        if connecting is None:
+            return
+        connecting.cancel()
+        (shared,) = await asyncio.gather(connecting, return_exceptions=True)
+        if isinstance(shared, SharedRegions):
+            await shared.close()
+
+    async def _connect(self, offer: SharedMemoryOffer) -> SharedRegions | None:
+        try:
+            shared = await SharedRegions.connect(offer, self._session, _CONNECT_S, self.vectors.regions)
+        except AyniError as error:
+            _log.info("gradients travel over gRPC: %s", error)
+            return None
+        _log.info("gradients go through memory that is shared with the coordinator")
+        return shared
+
+
+class SharedParts:
+    """One contribution's parts in shared memory."""
+
+    def __init__(self, shared: SharedRegions, vectors: SharedVectors) -> None:
+        """Starts without parts."""
+        self._shared = shared
+        self._vectors = vectors
+        self._staged: list[Region] = []
+
+    async def place(self, parts: Mapping[int, Vector]) -> dict[int, SharedRange] | None:
+        """Returns where the coordinator finds each part, none of which may change before `close`.
+
+        None where they can't be shared: then they have to be sent.
+        """
+        try:
+            return {index: await self._place(part) for index, part in parts.items()}
+        except AyniError as error:
+            _log.warning("a contribution travels over gRPC: %s", error)
+            return None
+
+    async def _place(self, part: Vector) -> SharedRange:
+        found = self._vectors.regions.find(part)
+        if found is None:
+            region, offset = await asyncio.to_thread(self._vectors.stage, part), 0
+            self._staged.append(region)
+        else:
+            region, offset = found
+        generation = region.generation
+        await self._shared.lend(region)
+        return SharedRange(region.id, offset, part.nbytes, generation)
+
+    def close(self) -> None:
+        """Takes copies back; the coordinator reads them no more, or must not use what it reads."""
+        while self._staged:
+            self._vectors.unstage(self._staged.pop())
+
+
+async def add_shared(shared: SharedRegions | None, mean: MeanBuffer, chunk: ChunkView, place: SharedRange) -> None:
+    """Copies a run of the mean out of the coordinator's memory.
+
+    Raises:
+        TransportBroken: there is no such run, it can't be read, or it was written to meanwhile.
+        BadChunk: the run does not follow the one before.
+    """
+    if shared is None:
+        raise TransportBroken("the coordinator says where a mean lies, and shares no memory with this worker")
+    try:
+        region = await shared.borrow(place.region)
+    except AyniError as error:
+        raise TransportBroken(f"the coordinator's memory with a mean can't be read: {error}") from error
+    stop = place.offset_bytes + place.length_bytes
+    if stop > region.size:
+        raise TransportBroken(f"the coordinator says that a mean ends at byte {stop} of {region.size} of its memory")
+    data = region.bytes[place.offset_bytes : stop].data
+    mean.add(ChunkView(chunk.offset_bytes, chunk.part, None, data))
+    if region.generation != place.generation:
+        raise TransportBroken("the coordinator went on before this worker had read the mean")
