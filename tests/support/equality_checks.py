@@ -144,9 +144,11 @@ def same_parameters(runs: Iterable[Run]) -> tuple[bool, int]:
 
 
 def same_commits(runs: Iterable[Run]) -> bool:
-    """Returns whether every commit said the same on all workers of all runs."""
-    told = [[{**s["commit"], "attempt": 0} for s in w.steps] for run in runs for w in run.workers]
-    return all(left == right for left, right in pairwise(told))
+    """Returns whether every commit said the same to all workers of all runs; who writes checkpoints, in each run."""
+    told = [[[{**s["commit"], "attempt": 0} for s in w.steps] for w in run.workers] for run in runs]
+    within = all(left == right for workers in told for left, right in pairwise(workers))
+    numbers = [[{**commit, "checkpoint_writer": ""} for commit in workers[0]] for workers in told]
+    return within and all(left == right for left, right in pairwise(numbers))
 
 
 def loss_differences(run: Run, plain: PlainRun) -> dict[str, float]:
