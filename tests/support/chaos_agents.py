@@ -138,16 +138,18 @@ class Crew:
             select.select([], [], [], _POLL_S)
         assert self._coordinator.returncode == 0, self.logs()
         for name, process in self._agents.items():
-            if self._came_too_late(name):
+            while process.is_alive() and not self._came_too_late(name):
+                assert time.monotonic() < deadline, f"{name} did not end within {timeout} s:\n{self.logs()}"
+                process.join(_POLL_S)
+            if process.is_alive():
                 process.kill()
-                continue
-            process.join(max(1.0, deadline - time.monotonic()))
-            assert process.exitcode == 0, f"{name} ended with {process.exitcode}:\n{self.logs()}"
+            else:
+                assert process.exitcode == 0, f"{name} ended with {process.exitcode}:\n{self.logs()}"
 
     def _came_too_late(self, name: str) -> bool:
-        """Whether an agent that was started again found the run over, with nobody left to ask."""
+        """Whether an agent that was started again goes on trying to reach a run that is over."""
         said = self.log(name).read_bytes()[self._log_starts[name] :]
-        return self._starts[name] > 1 and b"loading task" not in said
+        return self._starts[name] > 1 and said.rfind(b"worker_agent.contact: try") > said.rfind(b"worker_agent.member")
 
     def look_after(self) -> None:
         """Starts again whoever was killed."""
