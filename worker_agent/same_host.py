@@ -60,8 +60,11 @@ class SharedVectors:
         Raises:
             TooLarge, StorageFailed: there is no memory for it.
         """
-        free = self._staging.get(vector.nbytes)
-        region = free.pop() if free else self.regions.allocate(vector.nbytes)
+        try:
+            # Several threads stage at a time: whether one is free and taking it is one step.
+            region = self._staging.get(vector.nbytes, []).pop()
+        except IndexError:
+            region = self.regions.allocate(vector.nbytes)
         region.renew()
         region.bytes[:] = vector.view(np.uint8)
         return region
