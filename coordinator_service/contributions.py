@@ -1,14 +1,14 @@
 """One gradient stream, from its first frame to its last.  [shell]
 
-The request reader is a task of its own and is never cancelled before the stream is drained: a server that ends a call
-while its client is still writing loses the status on the way (grpc issue 36066). The reader posts its errors to the
-exchange, so there is one way out, `Exchange.failure`; it also ends the wait for a
-client that does not read.
+On a call of its own the request reader is a task that is never cancelled before the stream is drained: a server that
+ends a call while its client is still writing loses the status on the way (grpc issue 36066). The reader posts its
+errors to the exchange, so there is one way out, `Exchange.failure`; it also ends the wait for a client that does not
+read. On a lane nothing gets lost, and little is sent: all of it is read before the mean is awaited, without tasks.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -20,6 +20,7 @@ from ayni.rpc import Context, refuse_stream
 from ayni.v1 import coordinator_pb2 as pb
 from coordinator_service import wire
 from coordinator_service.epochs import Seat
+from coordinator_service.lanes import Lane
 from coordinator_service.live import Offer
 from coordinator_service.rounds import Exchange
 from coordinator_service.run import Run
@@ -47,36 +48,54 @@ class Contributions:
             begin_class: message of the first frame.
             response_class: message of the frames that are no chunks.
         """
-        begin = await self._begin(context, begin_class)
+        frame = await self._first(context.read)
+        begin = _begin(b"" if frame is grpc.aio.EOF else frame, begin_class)
         seat = seat_of(begin.round.worker_id, context)
-        try:
-            exchange = self._open(seat, begin)
-        except AyniError as error:
-            self._run.note_refusal(error, seat)
-            raise
+        exchange = self._open(seat, begin)
         try:
             await self._exchange(context, seat, exchange, response_class)
         finally:
             exchange.close()
 
-    async def _begin(self, context: Context, begin_class: Any) -> Any:
+    async def serve_lane(
+        self, lane: Lane, seat_of: Callable[[int, Context], Seat], begin_class: Any, response_class: Any
+    ) -> None:
+        """Serves one stream on a lane; see `serve`."""
+        begin = _begin(await self._first(lane.read) or b"", begin_class)
+        seat = seat_of(begin.round.worker_id, lane.context)
+        exchange = self._open(seat, begin)
+        told = False
+        try:
+            told = await self._exchange_on_lane(lane, seat, exchange, response_class)
+        except AyniError as error:
+            told = True
+            exchange.fail(error)
+            self._run.note_failure(error, seat)
+            raise
+        finally:
+            if not told:
+                self._run.broke(seat, exchange)
+            exchange.close()
+
+    async def _first(self, read: Callable[[], Awaitable[Any]]) -> Any:
+        """Waits for a stream's first frame."""
         timeout = self._run.file.timeouts.accept.total_seconds()
         try:
             async with asyncio.timeout(timeout):
-                frame = await context.read()
+                return await read()
         except TimeoutError:
             raise Deadline(
                 f"nothing came on a gradient stream within {timeout:g} s", waiting_for="begin", timeout=timeout
             ) from None
-        field_number, content = frames.decode_frame(b"" if frame is grpc.aio.EOF else frame)
-        if field_number != _BEGIN_FIELD or isinstance(content, frames.ChunkView):
-            raise BadRequest("the first frame of a gradient stream must be `begin`", field="begin")
-        try:
-            return begin_class.FromString(bytes(content))
-        except DecodeError:
-            raise BadRequest("the `begin` frame of a gradient stream can't be read", field="begin") from None
 
     def _open(self, seat: Seat, begin: Any) -> Exchange:
+        try:
+            return self._open_round(seat, begin)
+        except AyniError as error:
+            self._run.note_refusal(error, seat)
+            raise
+
+    def _open_round(self, seat: Seat, begin: Any) -> Exchange:
         self._run.check_lease(seat, wire.key(begin.round))
         file, bucket = self._run.file, wire.bucket(begin)
         spec = wire.tensor(begin.round.tensor, bucket, file.wire_type, file.max_bucket_bytes)
@@ -110,19 +129,57 @@ class Contributions:
 
         Waits for a client that does not read; the contribution's failure ends that.
         """
+        try:
+            await context.write(self._accepted(exchange, response_class))
+            while (frame := await exchange.next_frame()) is not None:
+                await context.write(frame)
+            await context.write(_complete(exchange, response_class))
+        except grpc.aio.InternalError as error:
+            _log.debug("%s: the client is gone: %s", exchange.label, error)
+            return False
+        return True
+
+    def _accepted(self, exchange: Exchange, response_class: Any) -> bytes:
         file = self._run.file
         accepted = pb.RoundAccepted(
             chunk_bytes=file.chunk_bytes, window_chunks=file.window_chunks, already_held=exchange.is_held
         )
-        try:
-            await context.write(response_class(accepted=accepted).SerializeToString())
-            while (frame := await exchange.next_frame()) is not None:
-                await context.write(frame)
-            complete = wire.complete(exchange.totals(), exchange.num_contributors)
-            await context.write(response_class(complete=complete).SerializeToString())
-        except grpc.aio.InternalError as error:
-            _log.debug("%s: the client is gone: %s", exchange.label, error)
-            return False
+        frame: bytes = response_class(accepted=accepted).SerializeToString()
+        return frame
+
+    async def _exchange_on_lane(self, lane: Lane, seat: Seat, exchange: Exchange, response_class: Any) -> bool:
+        """Takes the contribution, then sends the mean; returns whether the worker stayed to its end.
+
+        Where all of it came at once, the worker is told that it is accepted together with the mean.
+
+        Raises:
+            AyniError: the contribution was refused or given up.
+        """
+        exchange.failure.add_done_callback(lambda _: lane.changed.notify())
+        accepted: bytes | None = self._accepted(exchange, response_class)
+        while not exchange.finished_sending:
+            frame = lane.take()
+            if frame is None and accepted:
+                await lane.write(accepted)
+                accepted = None
+            if exchange.failed:
+                raise exchange.failure.result()
+            if frame is not None:
+                await exchange.contribute(frame, is_whole=True)
+                self._run.note_held()
+            elif lane.half_closed:
+                return False
+            else:
+                await lane.changed.wait()
+        self._run.note_sent(seat)
+        failpoints.hit("coordinator.contribution.complete")
+        while (mean := await exchange.next_frame()) is not None:
+            if accepted:
+                await lane.write(accepted)
+                accepted = None
+            await lane.write(mean)
+        for frame in filter(None, (accepted, _complete(exchange, response_class))):
+            await lane.write(frame)
         return True
 
     async def _refuse(self, context: Context, seat: Seat, exchange: Exchange, reader: "asyncio.Task[None]") -> None:
@@ -149,3 +206,19 @@ class Contributions:
             await exchange.room()
         if not exchange.finished_sending and not exchange.failed:
             self._run.broke(seat, exchange)
+
+
+def _begin(frame: bytes, begin_class: Any) -> Any:
+    field_number, content = frames.decode_frame(frame)
+    if field_number != _BEGIN_FIELD or isinstance(content, frames.ChunkView):
+        raise BadRequest("the first frame of a gradient stream must be `begin`", field="begin")
+    try:
+        return begin_class.FromString(bytes(content))
+    except DecodeError:
+        raise BadRequest("the `begin` frame of a gradient stream can't be read", field="begin") from None
+
+
+def _complete(exchange: Exchange, response_class: Any) -> bytes:
+    complete = wire.complete(exchange.totals(), exchange.num_contributors)
+    frame: bytes = response_class(complete=complete).SerializeToString()
+    return frame

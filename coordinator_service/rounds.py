@@ -182,8 +182,12 @@ class Exchange:
         """Whether all bytes of the contribution came."""
         return self._live.round.finished_sending(self.lease.lease_id)
 
-    async def contribute(self, frame: bytes) -> None:
+    async def contribute(self, frame: bytes, *, is_whole: bool = False) -> None:
         """Adds the chunk in a frame, or those that it says the place of (no copy of a float32 payload).
+
+        Args:
+            frame: carries the chunk.
+            is_whole: whether a chunk that carries its data must be a whole part, since nobody stops a sender of more.
 
         Raises:
             BadChunk, NonFinite, BadRequest, Checksum: the frame is refused; nothing of it was added.
@@ -196,6 +200,10 @@ class Exchange:
             return
         self._check_sum(chunk)
         self._check_length(chunk)
+        if is_whole and self._live.round.spec.num_elements > self._live.round.chunk_elements:
+            raise self._bad(
+                "a gradient of several chunks came on a lane; it needs a stream of its own", "a part", "more"
+            )
         values = tensors.decode(chunk.data, self._live.round.spec.dtype)
         self._live.publish(self._live.round.contribute(self.lease.lease_id, chunk.part, offset, values))
 

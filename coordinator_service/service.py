@@ -1,11 +1,12 @@
 """CoordinatorServicer: decode, one call, encode.  [shell]"""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
+from typing import Any
 
 from ayni import PROTOCOL_VERSION, failpoints
-from ayni.errors import AyniError, BadRequest, Incompatible, UnknownWorker
+from ayni.errors import AyniError, BadRequest, Duplicate, Incompatible, UnknownWorker
 from ayni.identity import check_identity
 from ayni.messages import dtype_enum, dtype_name, duration, origin_of, seconds_of
 from ayni.rpc import Context, peer_of
@@ -16,10 +17,11 @@ from coordinator_service.artifacts import Artifacts
 from coordinator_service.attachments import Attachments
 from coordinator_service.contributions import Contributions
 from coordinator_service.epochs import Seat, new_session
+from coordinator_service.lanes import Lane, Lanes, Serve
 from coordinator_service.run import Run
 from coordinator_service.values import Shutdown, StateOffer
 
-RAW_METHODS = frozenset({"Gradient", "BlockGradient", "NonBlockGradient"})
+RAW_METHODS = frozenset({"Gradient", "BlockGradient", "NonBlockGradient", "Lanes"})
 """Methods whose messages come and go as bytes; see `ayni.frames`."""
 
 
@@ -32,6 +34,17 @@ class CoordinatorServicer:
         self.attachments = attachments
         self._artifacts = artifacts
         self._contributions = Contributions(run)
+        self._with_lanes: set[str] = set()
+        """Sessions with a stream of lanes: what waits there is bounded for each."""
+        self._lane_methods = {
+            pb.LANE_METHOD_GRADIENT: self._gradients_on_lane(pb.GradientBegin, pb.GradientResponse),
+            pb.LANE_METHOD_BLOCK_GRADIENT: self._gradients_on_lane(pb.BlockGradientBegin, pb.BlockGradientResponse),
+            pb.LANE_METHOD_NON_BLOCK_GRADIENT: self._gradients_on_lane(
+                pb.NonBlockGradientBegin, pb.NonBlockGradientResponse
+            ),
+            pb.LANE_METHOD_COMMIT_STEP: self._commit_on_lane,
+            pb.LANE_METHOD_SHARD_ASSIGNMENT: self._assignments_on_lane,
+        }
 
     async def Join(self, request: pb.JoinRequest, context: Context) -> pb.JoinResponse:
         """Makes the caller a member."""
@@ -51,11 +64,12 @@ class CoordinatorServicer:
             wire_type=dtype_enum(file.wire_type),
             update=self._run.update_mode,
             shared_memory=wire.shared_memory(self._run.same_host.offer()),
+            chunk_bytes=file.chunk_bytes,
         )
 
     async def ShardAssignment(
         self, request: pb.ShardAssignmentRequest, context: Context
-    ) -> AsyncIterator[pb.ShardAssignmentResponse]:
+    ) -> AsyncGenerator[pb.ShardAssignmentResponse]:
         """Streams the worker's leases; its membership lasts as long."""
         seat = self._seat(request.worker_id, context)
         try:
@@ -100,6 +114,30 @@ class CoordinatorServicer:
             raise
         failpoints.hit("coordinator.commit.told")
         return wire.committed(told)
+
+    async def Lanes(self, _: object, context: Context) -> None:
+        """Carries assignments, gradient streams and commits of one worker, as long as it likes."""
+        session = self._session(context)
+        if not self._run.epochs.has_session(session):
+            raise UnknownWorker("lanes are for members of the run; join first", worker_id="none")
+        if session in self._with_lanes:
+            raise Duplicate("this member has a stream of lanes; it can have one", bucket="lanes", contributed="twice")
+        self._with_lanes.add(session)
+        try:
+            await Lanes(context, self._lane_methods).serve()
+        finally:
+            self._with_lanes.discard(session)
+
+    async def _commit_on_lane(self, lane: Lane) -> None:
+        request = pb.CommitStepRequest.FromString(await lane.read() or b"")
+        response = await self.CommitStep(request, lane.context)
+        await lane.write(response.SerializeToString())
+
+    async def _assignments_on_lane(self, lane: Lane) -> None:
+        request = pb.ShardAssignmentRequest.FromString(await lane.read() or b"")
+        async with aclosing(self.ShardAssignment(request, lane.context)) as frames:
+            async for frame in frames:
+                await lane.write(frame.SerializeToString())
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatResponse:
         """Renews a lease."""
@@ -160,9 +198,16 @@ class CoordinatorServicer:
                 yield response
 
     def _seat(self, worker_id: int, context: Context) -> Seat:
+        return self._run.epochs.seat(worker_id, self._session(context))
+
+    @staticmethod
+    def _session(context: Context) -> str:
         metadata = {key: value for key, value in context.invocation_metadata() or ()}
         session = metadata.get("ayni-session", "")
-        return self._run.epochs.seat(worker_id, session if isinstance(session, str) else "")
+        return session if isinstance(session, str) else ""
+
+    def _gradients_on_lane(self, begin_class: Any, response_class: Any) -> Serve:
+        return lambda lane: self._contributions.serve_lane(lane, self._seat, begin_class, response_class)
 
     def _check_negotiation(self, request: pb.JoinRequest) -> None:
         if request.protocol_version != PROTOCOL_VERSION:

@@ -7,7 +7,7 @@ Every method runs on the event loop. A refusal is raised as its own class (`ayni
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from datetime import timedelta
 
 from grpc import aio
@@ -21,12 +21,21 @@ from ayni.step_values import Origin
 from ayni.v1 import coordinator_pb2 as pb
 from ayni.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from worker_agent import messages
-from worker_agent.exchange import Stream
+from worker_agent.exchange import Call
 from worker_agent.faults import TransportBroken
+from worker_agent.lanes import Lane, Lanes
 from worker_agent.messages import Frame, JoinFacts, Membership, Run, SignOfLife
 from worker_agent.session import Commit, Report, ShardAssignment
 
 _METHODS = {"flat": "Gradient", "block": "BlockGradient", "non_block": "NonBlockGradient"}
+_LANE_METHODS = {
+    "flat": pb.LANE_METHOD_GRADIENT,
+    "block": pb.LANE_METHOD_BLOCK_GRADIENT,
+    "non_block": pb.LANE_METHOD_NON_BLOCK_GRADIENT,
+}
+_COMMIT_ASKED = "worker.commit.asked"
+_SMALL_BYTES = 64 << 10
+"""Longest part of a contribution that goes over a lane, where it is copied once more."""
 
 SERVICE = pb.DESCRIPTOR.services_by_name["CoordinatorService"].full_name
 
@@ -41,9 +50,12 @@ class Coordinator:
         self._stub = CoordinatorServiceStub(channel)
         self._streams = {kind: channel.stream_stream(f"/{SERVICE}/{name}") for kind, name in _METHODS.items()}
         self.worker_id = -1
+        self._lanes: Lanes | None = None
 
     async def close(self) -> None:
         """Ends the connection."""
+        if self._lanes:
+            await self._lanes.close()
         await self._channel.close()
 
     async def get_run(self, run_id: str, within: timedelta) -> Run:
@@ -59,6 +71,9 @@ class Coordinator:
             membership = messages.membership(await self._stub.Join(request, timeout=within.total_seconds()))
         self._channel.headers["ayni-session"] = membership.session
         self.worker_id = membership.worker_id
+        if membership.chunk_bytes and self._lanes is None:
+            call = self._channel.stream_stream(f"/{SERVICE}/Lanes")()
+            self._lanes = Lanes(call, self.address, membership.chunk_bytes)
         return membership
 
     async def assignments(
@@ -71,25 +86,50 @@ class Coordinator:
             parameters_sha256=parameters_sha256,
             origin=origin_message(origin),
         )
+        if self._lanes and self._lanes.is_open:
+            lane = self._lanes.open(pb.LANE_METHOD_SHARD_ASSIGNMENT)
+            async with aclosing(_assignments_on_lane(lane, request)) as frames:
+                async for frame in frames:
+                    yield messages.assignment_frame(frame)
+            return
         call = self._stub.ShardAssignment(request)
         with translated("ShardAssignment", self.address):
             async for frame in call:
                 yield messages.assignment_frame(frame)
 
-    def reduction(self, bucket: Bucket) -> Stream:
-        """Opens the stream of one contribution to one reduction."""
-        call: Stream = self._streams[bucket.kind]()
+    def reduction(self, bucket: Bucket, part_bytes: int) -> Call:
+        """Opens the call of one contribution to one reduction, whose parts are so many bytes in frames."""
+        lanes = self._lanes
+        if lanes and lanes.is_open and part_bytes <= min(_SMALL_BYTES, lanes.chunk_bytes):
+            return lanes.open(_LANE_METHODS[bucket.kind])
+        call: Call = self._streams[bucket.kind]()
         return call
 
     async def commit(self, assignment: ShardAssignment, report: Report) -> Commit:
         """Says that the lease is done and waits for the step's commit."""
         request = messages.commit_request(self.worker_id, assignment, report)
+        if self._lanes and self._lanes.is_open:
+            return await self._commit_on_lane(self._lanes.open(pb.LANE_METHOD_COMMIT_STEP), request)
         with translated("CommitStep", self.address):
             call = self._stub.CommitStep(request)
             # One turn of the loop, in which the request leaves.
             await asyncio.sleep(0)
-            failpoints.hit("worker.commit.asked")
+            failpoints.hit(_COMMIT_ASKED)
             return messages.commit(await call)
+
+    async def _commit_on_lane(self, lane: Lane, request: pb.CommitStepRequest) -> Commit:
+        try:
+            await lane.write(request.SerializeToString())
+            await lane.done_writing()
+            if failpoints.is_armed(_COMMIT_ASKED):
+                await lane.left()
+            failpoints.hit(_COMMIT_ASKED)
+            answer = await lane.read()
+        finally:
+            lane.cancel()
+        if not isinstance(answer, bytes):
+            raise TransportBroken(f"the coordinator at {self.address} ended the lane of a commit without an answer")
+        return messages.commit(pb.CommitStepResponse.FromString(answer))
 
     async def heartbeat(self, sign: SignOfLife, within: timedelta) -> int:
         """Renews the lease of the membership; returns the steps behind the newest settled state."""
@@ -120,6 +160,17 @@ class Coordinator:
                     yield frame.chunk.offset_bytes, frame.chunk.data
         finally:
             call.cancel()
+
+
+async def _assignments_on_lane(
+    lane: Lane, request: pb.ShardAssignmentRequest
+) -> AsyncGenerator[pb.ShardAssignmentResponse]:
+    try:
+        await lane.write(request.SerializeToString())
+        while isinstance(data := await lane.read(), bytes):
+            yield pb.ShardAssignmentResponse.FromString(data)
+    finally:
+        lane.cancel()
 
 
 @contextmanager

@@ -100,6 +100,8 @@ class Membership:
     wire_type: str
     shared_memory: SharedMemoryOffer | None = None
     """Where memory can be shared with the coordinator; None where it can't."""
+    chunk_bytes: int = 0
+    """Length of chunks; 0 for not said, by a coordinator that knows no lanes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -197,6 +199,7 @@ def membership(message: pb.JoinResponse) -> Membership:
         heartbeat_interval=message.heartbeat_interval.ToTimedelta(),
         wire_type=dtype_name(message.wire_type),
         shared_memory=shared_memory(message.shared_memory) if message.HasField("shared_memory") else None,
+        chunk_bytes=message.chunk_bytes,
     )
 
 

@@ -52,6 +52,11 @@ class News:
         """Whether `take` would return or raise something."""
         return self.ending is not None or not self._taken
 
+    @property
+    def has_lease(self) -> bool:
+        """Whether there is a lease that was not taken, and membership has not ended."""
+        return self.ending is None and not self._taken
+
     async def more(self) -> None:
         """Waits until `has_more`."""
         while not self.has_more:

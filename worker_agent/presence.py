@@ -125,9 +125,12 @@ class Presence:
             CoordinatorLost: the coordinator is gone.
             Deadline: nothing came in time.
         """
+        seconds = within.total_seconds()
+        if self.member.news.has_lease and not self._woken.is_set():
+            async with asyncio.timeout(seconds):
+                return await self._next()
         taking, waking = asyncio.create_task(self._next()), asyncio.create_task(self._woken.wait())
         try:
-            seconds = within.total_seconds()
             await asyncio.wait({taking, waking}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             if taking.done():
                 return taking.result()

@@ -8,6 +8,7 @@ again: a committed step is answered again with the same values.
 import asyncio
 import logging
 import random
+from functools import partial
 
 from ayni.buckets import Bucket
 from ayni.errors import Duplicate, RoundRestarted
@@ -80,5 +81,5 @@ class Repeating:
 
     async def _contribute(self, bucket: Bucket, contribution: Contribution) -> Outcome:
         with translated(f"the stream of {contribution.name}", self._coordinator.address):
-            call = self._coordinator.reduction(bucket)
-            return await exchange(call, contribution, self._standing.traffic, self._same_host)
+            dial = partial(self._coordinator.reduction, bucket)
+            return await exchange(dial, contribution, self._standing.traffic, self._same_host)

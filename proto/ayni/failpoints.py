@@ -70,6 +70,11 @@ def hit(name: str) -> None:
         _act(name, armed.action)
 
 
+def is_armed(name: str) -> bool:
+    """Returns whether something will happen at a place: then what is said to have left must have left."""
+    return name in _armed
+
+
 def _act(name: str, action: str) -> None:
     _log.warning("failpoint %s: %s", name, action)
     if action == "fail":

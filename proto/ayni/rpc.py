@@ -64,11 +64,20 @@ class _Status(grpc.Status):
 def status_of(error: AyniError) -> grpc.Status:
     """Returns the status that tells a client of a refusal; trimmed so that gRPC carries it whole."""
     code = grpc.StatusCode[error.code]
-    message = _trimmed(error.message, MESSAGE_BYTES)
-    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=_trimmed_metadata(error.metadata))
+    message = trimmed_message(error)
     status = status_pb2.Status(code=code.value[0], message=message)
-    status.details.add().Pack(info)
+    status.details.add().Pack(info_of(error))
     return _Status(code, message, ((_DETAILS_KEY, status.SerializeToString()),))
+
+
+def info_of(error: AyniError) -> error_details_pb2.ErrorInfo:
+    """Returns what a status says of a refusal beside its sentence, trimmed."""
+    return error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=_trimmed_metadata(error.metadata))
+
+
+def trimmed_message(error: AyniError) -> str:
+    """Returns a refusal's sentence, cut where it is too long for a status."""
+    return _trimmed(error.message, MESSAGE_BYTES)
 
 
 def error_from(error: grpc.RpcError) -> AyniError | None:
@@ -133,7 +142,7 @@ def refusing(handler: Callable[..., Any], method: str = "") -> Callable[..., Any
                     async for response in responses:
                         yield response
             except (AyniError, DecodeError) as error:
-                await abort(context, _as_refusal(error), method)
+                await abort(context, as_refusal(error), method)
 
         return stream
 
@@ -142,7 +151,7 @@ def refusing(handler: Callable[..., Any], method: str = "") -> Callable[..., Any
         try:
             return await handler(request, context)
         except (AyniError, DecodeError) as error:
-            await abort(context, _as_refusal(error), method)
+            await abort(context, as_refusal(error), method)
 
     return single
 
@@ -215,7 +224,8 @@ def _milliseconds(time: timedelta) -> int:
     return round(time.total_seconds() * 1000)
 
 
-def _as_refusal(error: AyniError | DecodeError) -> AyniError:
+def as_refusal(error: AyniError | DecodeError) -> AyniError:
+    """Returns the refusal that tells a caller of an error of its own."""
     if isinstance(error, AyniError):
         return error
     return BadRequest(f"a message can't be read, since it is damaged or of another schema: {error}", field="request")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ayni.errors import BY_REASON, Fault
 from ayni.rpc import error_from
-from ayni.v1 import errors_pb2
+from ayni.v1 import coordinator_pb2, errors_pb2
 from tests.support.fuzz_values import Hints, draw_message, draw_mutation
 from tests.support.fuzz_wire import draw_damaged
 
@@ -196,7 +196,8 @@ def _fault_in(method: MethodDescriptor, responses: Sequence[bytes]) -> str:
     """Says which answer tells of something that nobody foresaw."""
     answer = message_factory.GetMessageClass(method.output_type)
     for response in responses:
-        if b"\x08" + bytes([_FAULT]) in response and (fault := _fault_of(answer.FromString(response))):
+        may_hold = method.name == "Lanes" or b"\x08" + bytes([_FAULT]) in response
+        if may_hold and (fault := _fault_of(answer.FromString(response))):
             return fault
     return ""
 
@@ -205,6 +206,8 @@ def _fault_of(message: Message) -> str:
     for field, value in message.ListFields():
         if field.name == "reason" and field.enum_type and value == _FAULT:
             return f"an answer holds a fault: {message}"
+        if isinstance(value, coordinator_pb2.LaneStatus) and value.code and not value.reason:
+            return f"a lane failed: {message}"
         entries = value if field.is_repeated else [value]
         if field.message_type and not field.message_type.GetOptions().map_entry:
             for entry in entries:

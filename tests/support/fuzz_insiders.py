@@ -135,6 +135,12 @@ def bases_of(method: str, member: Insider) -> Iterator[list[Message]]:
         yield [pb.NonBlockGradientRequest(begin=component), pb.NonBlockGradientRequest(chunk=chunk)]
     elif method == "CommitStep":
         yield [pb.CommitStepRequest(**key, kind=pb.STEP_KIND_TRAIN, num_buckets=1, microbatches=stats)]
+    elif method == "Lanes":
+        names = ("Gradient", "CommitStep", "ShardAssignment")
+        calls = [next(bases_of(name, member)) for name in names]
+        methods = (pb.LANE_METHOD_GRADIENT, pb.LANE_METHOD_COMMIT_STEP, pb.LANE_METHOD_SHARD_ASSIGNMENT)
+        for lanes in (slice(0, 2), slice(2, 3)):
+            yield [_lanes(list(zip(methods, calls, strict=True))[lanes])]
     elif method == "Attach":
         hello = pb.AttachHello(worker_id=member.worker_id, epoch=lease.epoch)
         reply = pb.AttachReply(call_id=1, response=b"x", last=True)
@@ -143,3 +149,15 @@ def bases_of(method: str, member: Insider) -> Iterator[list[Message]]:
         yield [worker_pb2.ReadBlocksRequest(layout=worker_pb2.LayoutHandle(low=1, high=1))]
     elif method in ("ShardAssignment", "Heartbeat", "Leave"):
         yield [getattr(pb, f"{method}Request")(worker_id=member.worker_id)]
+
+
+def _lanes(calls: "list[tuple[pb.LaneMethod.ValueType, list[Message]]]") -> pb.LanesRequest:
+    """One message with a lane for each call."""
+    return pb.LanesRequest(
+        frames=[
+            pb.LaneRequest(
+                lane=number, method=method, messages=[f.SerializeToString() for f in frames], half_close=True
+            )
+            for number, (method, frames) in enumerate(calls, 1)
+        ]
+    )

@@ -102,7 +102,7 @@ def contribution(*parts: np.ndarray | None, dtype: str = "float32", num_elements
 def run(call: ScriptedCall, offer: Contribution, traffic: Traffic | None = None) -> Outcome:
     async def bounded() -> Outcome:
         async with asyncio.timeout(10):
-            return await exchange(call, offer, traffic or Traffic())  # type: ignore[arg-type]
+            return await exchange(lambda part_bytes: call, offer, traffic or Traffic())  # type: ignore[arg-type, return-value]
 
     return asyncio.run(bounded())
 
@@ -191,7 +191,7 @@ def test_the_mean_is_read_while_chunks_are_still_to_be_sent():
 
         call = Stubborn(echo(3, lambda c: [encode_chunk(2, c.offset_bytes, 0, c.data)], complete()))
         async with asyncio.timeout(10):
-            await exchange(call, contribution(VALUES), Traffic())  # type: ignore[arg-type]
+            await exchange(lambda part_bytes: call, contribution(VALUES), Traffic())  # type: ignore[arg-type, return-value]
 
     asyncio.run(scenario())
 
@@ -243,7 +243,7 @@ def test_a_coordinator_that_speaks_out_of_turn_is_not_believed(frames, error, wo
 def test_a_stopped_exchange_ends_its_call():
     async def scenario() -> ScriptedCall:
         call = ScriptedCall(lambda written: [ACCEPTED] if len(written) == 1 else [])
-        task = asyncio.create_task(exchange(call, contribution(VALUES), Traffic()))  # type: ignore[arg-type]
+        task = asyncio.create_task(exchange(lambda part_bytes: call, contribution(VALUES), Traffic()))  # type: ignore[arg-type, return-value]
         await call.half_closed.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

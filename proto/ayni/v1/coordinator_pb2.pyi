@@ -86,6 +86,42 @@ NON_BLOCK_COMPONENT_EMBEDDING: NonBlockComponent.ValueType  # 3
 """Token embedding; component 2 in Python."""
 Global___NonBlockComponent: _TypeAlias = NonBlockComponent  # noqa: Y015
 
+class _LaneMethod:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _LaneMethodEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LaneMethod.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    LANE_METHOD_UNSPECIFIED: _LaneMethod.ValueType  # 0
+    """The lane is open already."""
+    LANE_METHOD_GRADIENT: _LaneMethod.ValueType  # 1
+    """Gradient."""
+    LANE_METHOD_BLOCK_GRADIENT: _LaneMethod.ValueType  # 2
+    """BlockGradient."""
+    LANE_METHOD_NON_BLOCK_GRADIENT: _LaneMethod.ValueType  # 3
+    """NonBlockGradient."""
+    LANE_METHOD_COMMIT_STEP: _LaneMethod.ValueType  # 4
+    """CommitStep."""
+    LANE_METHOD_SHARD_ASSIGNMENT: _LaneMethod.ValueType  # 5
+    """ShardAssignment."""
+
+class LaneMethod(_LaneMethod, metaclass=_LaneMethodEnumTypeWrapper):
+    """Call that a lane stands for."""
+
+LANE_METHOD_UNSPECIFIED: LaneMethod.ValueType  # 0
+"""The lane is open already."""
+LANE_METHOD_GRADIENT: LaneMethod.ValueType  # 1
+"""Gradient."""
+LANE_METHOD_BLOCK_GRADIENT: LaneMethod.ValueType  # 2
+"""BlockGradient."""
+LANE_METHOD_NON_BLOCK_GRADIENT: LaneMethod.ValueType  # 3
+"""NonBlockGradient."""
+LANE_METHOD_COMMIT_STEP: LaneMethod.ValueType  # 4
+"""CommitStep."""
+LANE_METHOD_SHARD_ASSIGNMENT: LaneMethod.ValueType  # 5
+"""ShardAssignment."""
+Global___LaneMethod: _TypeAlias = LaneMethod  # noqa: Y015
+
 class _RunState:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -241,6 +277,7 @@ class JoinResponse(_message.Message):
     WIRE_TYPE_FIELD_NUMBER: _builtins.int
     UPDATE_FIELD_NUMBER: _builtins.int
     SHARED_MEMORY_FIELD_NUMBER: _builtins.int
+    CHUNK_BYTES_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.int
     """Number of the worker in this run; never reused. Zero is a valid id."""
     session: _builtins.str
@@ -259,6 +296,8 @@ class JoinResponse(_message.Message):
     """How the optimizer step runs in this run: "host" or "device". Decided when the first epoch forms if the run
     file says "auto"; then empty here and final in ShardAssignmentResponse.assignment.
     """
+    chunk_bytes: _builtins.int
+    """Length of chunks in this run, as in RoundAccepted."""
     @_builtins.property
     def lease(self) -> _duration_pb2.Duration:
         """How long the worker is believed alive without a Heartbeat."""
@@ -286,10 +325,11 @@ class JoinResponse(_message.Message):
         wire_type: _tensor_pb2.DType.ValueType = ...,
         update: _builtins.str = ...,
         shared_memory: Global___SharedMemoryOffer | None = ...,
+        chunk_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat_interval", b"heartbeat_interval", "lease", b"lease", "shared_memory", b"shared_memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "heartbeat_interval", b"heartbeat_interval", "lease", b"lease", "run_id", b"run_id", "session", b"session", "shared_memory", b"shared_memory", "total_workers", b"total_workers", "update", b"update", "wire_type", b"wire_type", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_bytes", b"chunk_bytes", "epoch", b"epoch", "heartbeat_interval", b"heartbeat_interval", "lease", b"lease", "run_id", b"run_id", "session", b"session", "shared_memory", b"shared_memory", "total_workers", b"total_workers", "update", b"update", "wire_type", b"wire_type", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1405,6 +1445,187 @@ class CommitStepResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CommitStepResponse: _TypeAlias = CommitStepResponse  # noqa: Y015
+
+@_typing.final
+class LanesRequest(_message.Message):
+    """Frames of any lanes of a worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FRAMES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def frames(self) -> _containers.RepeatedCompositeFieldContainer[Global___LaneRequest]:
+        """In the order in which they were sent."""
+
+    def __init__(
+        self,
+        *,
+        frames: _abc.Iterable[Global___LaneRequest] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frames", b"frames"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LanesRequest: _TypeAlias = LanesRequest  # noqa: Y015
+
+@_typing.final
+class LaneRequest(_message.Message):
+    """What the caller of one lane says."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LANE_FIELD_NUMBER: _builtins.int
+    METHOD_FIELD_NUMBER: _builtins.int
+    MESSAGES_FIELD_NUMBER: _builtins.int
+    HALF_CLOSE_FIELD_NUMBER: _builtins.int
+    CANCEL_FIELD_NUMBER: _builtins.int
+    lane: _builtins.int
+    """Number of the lane: 1 for the first one of a stream, each new one is one more."""
+    method: Global___LaneMethod.ValueType
+    """Opens the lane; only in its first frame."""
+    half_close: _builtins.bool
+    """True when no more messages come."""
+    cancel: _builtins.bool
+    """True when the caller gives the call up. Nothing more comes on the lane, in either direction."""
+    @_builtins.property
+    def messages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Encoded request messages of the call, in order. A gradient's `begin` may be followed by its chunks at once, without
+        waiting for `accepted`; with `already_held` they are passed over. Chunks with `data` are refused where a part has more
+        than one.
+        """
+
+    def __init__(
+        self,
+        *,
+        lane: _builtins.int = ...,
+        method: Global___LaneMethod.ValueType = ...,
+        messages: _abc.Iterable[_builtins.bytes] | None = ...,
+        half_close: _builtins.bool = ...,
+        cancel: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "half_close", b"half_close", "lane", b"lane", "messages", b"messages", "method", b"method"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LaneRequest: _TypeAlias = LaneRequest  # noqa: Y015
+
+@_typing.final
+class LanesResponse(_message.Message):
+    """Frames of any lanes of a worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FRAMES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def frames(self) -> _containers.RepeatedCompositeFieldContainer[Global___LaneResponse]:
+        """In the order in which they were sent."""
+
+    def __init__(
+        self,
+        *,
+        frames: _abc.Iterable[Global___LaneResponse] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frames", b"frames"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LanesResponse: _TypeAlias = LanesResponse  # noqa: Y015
+
+@_typing.final
+class LaneResponse(_message.Message):
+    """What the coordinator says on one lane."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LANE_FIELD_NUMBER: _builtins.int
+    MESSAGES_FIELD_NUMBER: _builtins.int
+    STATUS_FIELD_NUMBER: _builtins.int
+    lane: _builtins.int
+    """Number of the lane."""
+    @_builtins.property
+    def messages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Encoded response messages of the call, in order."""
+
+    @_builtins.property
+    def status(self) -> Global___LaneStatus:
+        """Ends the lane, after the messages."""
+
+    def __init__(
+        self,
+        *,
+        lane: _builtins.int = ...,
+        messages: _abc.Iterable[_builtins.bytes] | None = ...,
+        status: Global___LaneStatus | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lane", b"lane", "messages", b"messages", "status", b"status"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LaneResponse: _TypeAlias = LaneResponse  # noqa: Y015
+
+@_typing.final
+class LaneStatus(_message.Message):
+    """How a lane ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class MetadataEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    CODE_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    METADATA_FIELD_NUMBER: _builtins.int
+    code: _builtins.int
+    """Status code of gRPC; 0 is success."""
+    message: _builtins.str
+    """Sentence for people."""
+    reason: _builtins.str
+    """Reason of a refusal as in google.rpc.ErrorInfo, without prefix; empty on success."""
+    @_builtins.property
+    def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Details of a refusal."""
+
+    def __init__(
+        self,
+        *,
+        code: _builtins.int = ...,
+        message: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "message", b"message", "metadata", b"metadata", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LaneStatus: _TypeAlias = LaneStatus  # noqa: Y015
 
 @_typing.final
 class HeartbeatRequest(_message.Message):

@@ -65,6 +65,11 @@ class CoordinatorServiceStub(object):
                 request_serializer=ayni_dot_v1_dot_coordinator__pb2.CommitStepRequest.SerializeToString,
                 response_deserializer=ayni_dot_v1_dot_coordinator__pb2.CommitStepResponse.FromString,
                 _registered_method=True)
+        self.Lanes = channel.stream_stream(
+                '/ayni.v1.CoordinatorService/Lanes',
+                request_serializer=ayni_dot_v1_dot_coordinator__pb2.LanesRequest.SerializeToString,
+                response_deserializer=ayni_dot_v1_dot_coordinator__pb2.LanesResponse.FromString,
+                _registered_method=True)
         self.Heartbeat = channel.unary_unary(
                 '/ayni.v1.CoordinatorService/Heartbeat',
                 request_serializer=ayni_dot_v1_dot_coordinator__pb2.HeartbeatRequest.SerializeToString,
@@ -155,6 +160,16 @@ class CoordinatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Lanes(self, request_iterator, context):
+        """Carries assignments, gradient streams and commits of one worker over one stream, for as long as it is a member: that
+        costs less than a call for each, which is what counts where little or nothing travels. Each `lane` is one such call;
+        frames of several lanes may share a message. Optional, one at a time. Refuses with UNKNOWN_WORKER, DUPLICATE,
+        BAD_REQUEST, TOO_LARGE.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Heartbeat(self, request, context):
         """Renews the worker's lease. Idempotent. Refuses with UNKNOWN_WORKER when the lease has already ended.
         """
@@ -234,6 +249,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.CommitStep,
                     request_deserializer=ayni_dot_v1_dot_coordinator__pb2.CommitStepRequest.FromString,
                     response_serializer=ayni_dot_v1_dot_coordinator__pb2.CommitStepResponse.SerializeToString,
+            ),
+            'Lanes': grpc.stream_stream_rpc_method_handler(
+                    servicer.Lanes,
+                    request_deserializer=ayni_dot_v1_dot_coordinator__pb2.LanesRequest.FromString,
+                    response_serializer=ayni_dot_v1_dot_coordinator__pb2.LanesResponse.SerializeToString,
             ),
             'Heartbeat': grpc.unary_unary_rpc_method_handler(
                     servicer.Heartbeat,
@@ -429,6 +449,33 @@ class CoordinatorService(object):
             '/ayni.v1.CoordinatorService/CommitStep',
             ayni_dot_v1_dot_coordinator__pb2.CommitStepRequest.SerializeToString,
             ayni_dot_v1_dot_coordinator__pb2.CommitStepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Lanes(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/ayni.v1.CoordinatorService/Lanes',
+            ayni_dot_v1_dot_coordinator__pb2.LanesRequest.SerializeToString,
+            ayni_dot_v1_dot_coordinator__pb2.LanesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -73,6 +73,12 @@ class CoordinatorServiceStub:
     same values. Refuses with STEP_VOIDED when the attempt is given up, STALE_STEP, STALE_EPOCH, WEIGHT_MISMATCH,
     NON_FINITE, DIVERGED, HALTED, LEASE_REVOKED, UNKNOWN_WORKER.
     """
+    Lanes: _grpc.StreamStreamMultiCallable[_coordinator_pb2.LanesRequest, _coordinator_pb2.LanesResponse]
+    """Carries assignments, gradient streams and commits of one worker over one stream, for as long as it is a member: that
+    costs less than a call for each, which is what counts where little or nothing travels. Each `lane` is one such call;
+    frames of several lanes may share a message. Optional, one at a time. Refuses with UNKNOWN_WORKER, DUPLICATE,
+    BAD_REQUEST, TOO_LARGE.
+    """
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.HeartbeatRequest, _coordinator_pb2.HeartbeatResponse]
     """Renews the worker's lease. Idempotent. Refuses with UNKNOWN_WORKER when the lease has already ended."""
     Leave: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.LeaveRequest, _coordinator_pb2.LeaveResponse]
@@ -127,6 +133,12 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     committed. The commit is durable before it is answered. Idempotent: a committed step is answered again with the
     same values. Refuses with STEP_VOIDED when the attempt is given up, STALE_STEP, STALE_EPOCH, WEIGHT_MISMATCH,
     NON_FINITE, DIVERGED, HALTED, LEASE_REVOKED, UNKNOWN_WORKER.
+    """
+    Lanes: _aio.StreamStreamMultiCallable[_coordinator_pb2.LanesRequest, _coordinator_pb2.LanesResponse]  # type: ignore[assignment]
+    """Carries assignments, gradient streams and commits of one worker over one stream, for as long as it is a member: that
+    costs less than a call for each, which is what counts where little or nothing travels. Each `lane` is one such call;
+    frames of several lanes may share a message. Optional, one at a time. Refuses with UNKNOWN_WORKER, DUPLICATE,
+    BAD_REQUEST, TOO_LARGE.
     """
     Heartbeat: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.HeartbeatRequest, _coordinator_pb2.HeartbeatResponse]  # type: ignore[assignment]
     """Renews the worker's lease. Idempotent. Refuses with UNKNOWN_WORKER when the lease has already ended."""
@@ -215,6 +227,18 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         committed. The commit is durable before it is answered. Idempotent: a committed step is answered again with the
         same values. Refuses with STEP_VOIDED when the attempt is given up, STALE_STEP, STALE_EPOCH, WEIGHT_MISMATCH,
         NON_FINITE, DIVERGED, HALTED, LEASE_REVOKED, UNKNOWN_WORKER.
+        """
+
+    @_abc_1.abstractmethod
+    def Lanes(
+        self,
+        request_iterator: _MaybeAsyncIterator[_coordinator_pb2.LanesRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.LanesResponse], _abc.AsyncIterator[_coordinator_pb2.LanesResponse]]:
+        """Carries assignments, gradient streams and commits of one worker over one stream, for as long as it is a member: that
+        costs less than a call for each, which is what counts where little or nothing travels. Each `lane` is one such call;
+        frames of several lanes may share a message. Optional, one at a time. Refuses with UNKNOWN_WORKER, DUPLICATE,
+        BAD_REQUEST, TOO_LARGE.
         """
 
     @_abc_1.abstractmethod
