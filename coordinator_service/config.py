@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ayni.endpoints import ClientTls, ServerLimits, ServerTls
 from ayni.run_config import RunConfig
+from coordinator_service.wire_types import check_changes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,6 +105,13 @@ class RunFile(RunConfig):
     """Longest gradient of one bucket."""
     exchange_share: float = 0.5
     """Part of a step that the exchange may take before the log says what would make it less. 0: never."""
+    auto_wire: bool = False
+    """Lets wire_type become a narrower one (float32, then bfloat16, then int8) between two steps, where the exchange
+    has taken more than exchange_share of a step for long enough; it never becomes a wider one again. With local
+    updates the log says how many inner steps would do instead."""
+    wire_changes: dict[str, str] = field(default_factory=dict)
+    """Steps from which on the wire type is another one, such as {"40": "bfloat16"}: how a replay makes steps of a run
+    with auto_wire again."""
     gradients: str = "auto"
     """How gradients travel: auto through shared memory for workers of this host and user, over gRPC for others; grpc
     always over gRPC."""
@@ -130,6 +138,11 @@ class RunFile(RunConfig):
             )
         if not 0 <= self.exchange_share < 1:
             raise ValueError(f"exchange_share is {self.exchange_share}; it must be at least 0 and below 1")
+        if self.auto_wire and not self.exchange_share:
+            raise ValueError("auto_wire needs an exchange_share above 0: the share that makes the wire type change")
+        if self.auto_wire and self.wire_changes:
+            raise ValueError("auto_wire and wire_changes exclude one another: either is the wire type chosen, or said")
+        check_changes(self.wire_type, self.wire_changes)
         for name in ("max_attempts", "max_bucket_bytes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")

@@ -98,7 +98,7 @@ class Contributions:
     def _open_round(self, seat: Seat, begin: Any) -> Exchange:
         self._run.check_lease(seat, wire.key(begin.round))
         file, bucket = self._run.file, wire.bucket(begin)
-        spec = wire.tensor(begin.round.tensor, bucket, file.wire_type, file.max_bucket_bytes)
+        spec = wire.tensor(begin.round.tensor, bucket, self._run.wire_type, file.max_bucket_bytes)
         offer = Offer(
             bucket=bucket,
             spec=spec,

@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from ayni import failpoints
@@ -14,7 +15,7 @@ from ayni.step_values import Origin
 from coordinator_service import plan
 from coordinator_service.epochs import Seat
 from coordinator_service.leases import Moment, Totals
-from coordinator_service.link_plan import LinkPlan
+from coordinator_service.link_watch import LinkWatch
 from coordinator_service.live import LiveStep
 from coordinator_service.membership import Epoch
 from coordinator_service.onboarding import Onboarding
@@ -39,8 +40,7 @@ class Driver:
         self._recovery = recovery
         self._keeper = keeper
         self._onboarding = onboarding
-        share = 0.0 if run.file.local_update.enabled else run.file.exchange_share
-        self._link_plan = LinkPlan(run.file.wire_type, share)
+        self._link_watch = LinkWatch(run)
         self._opening = StepOpening(run)
         self._store = run.store
         self._writing = run.writing
@@ -288,6 +288,7 @@ class Driver:
         committed = plan.committed(self._file, live.core, totals, self._progress.best, writer)
         names = [seat.member.name for seat in late]
         record = plan.record(self._file, live.core, live.layout, committed, names, time.time())
+        record = replace(record, wire_type=live.wire_type)
         await self._writing.write(f"the commit of {live.core.label}", self._store.commit, record)
         failpoints.hit("coordinator.commit.stored")
         if live.ended.done():
@@ -300,15 +301,9 @@ class Driver:
         live.ended.set_result(committed)
         self._run.conduct.note_commit(live.core.label, record)
         _log.info("%s", plan.sentence(live.core, committed, self._progress.step_seconds))
-        self._advise(live)
+        if live.core.kind == "train":
+            await self._link_watch.note(live)
         self._run.changed.notify()
-
-    def _advise(self, live: LiveStep) -> None:
-        """Says so where the exchange takes too much of a step."""
-        workers = {lease.worker_id for lease, _ in live.core.contributions()} & self._epochs.seats.keys()
-        times = [self._epochs.seats[worker].times for worker in workers]
-        if advice := self._link_plan.observe(times, sum(r.spec.num_bytes for r in live.core.rounds.values())):
-            _log.info("%s", advice)
 
     def _left_behind(self, live: LiveStep) -> list[Seat]:
         """Returns the members that the step goes on without."""

@@ -13,11 +13,11 @@ from coordinator_service.audit import compare_hashes
 from coordinator_service.membership import Applicant, Epoch, Member, Membership
 from coordinator_service.rounds import Flow
 from coordinator_service.signals import Signal
-from coordinator_service.values import Assignment, Revoked, Shutdown, StateOffer, Waiting
+from coordinator_service.values import Assignment, Regroup, Revoked, Shutdown, StateOffer, Waiting
 
 _log = logging.getLogger(__name__)
 
-Frame = Assignment | Waiting | Revoked | StateOffer | Shutdown | AyniError
+Frame = Assignment | Regroup | Waiting | Revoked | StateOffer | Shutdown | AyniError
 
 
 @dataclass(kw_only=True, slots=True)

@@ -72,6 +72,8 @@ def table(records: Sequence[CommitRecord]) -> Table:
         ("parameters before", lambda r: r.parameters_sha256[:_SHORT_HASH]),
         ("micro-batches", _contributions),
     ]
+    if len({r.wire_type for r in records}) > 1:
+        columns.insert(-1, ("wire", lambda r: r.wire_type))
     shown = Table()
     for title, _ in columns:
         shown.add_column(title, overflow="fold")

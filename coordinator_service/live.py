@@ -4,15 +4,17 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ayni import failpoints
 from ayni.buckets import Bucket
 from ayni.errors import AyniError, RoundRestarted, StepVoided
 from ayni.order import microbatch_positions
-from ayni.step_values import Commit, MicrobatchStats, Report
+from ayni.step_values import Commit, ExchangeGroup, MicrobatchStats, Report
 from ayni.tensors import TensorSpec
 from coordinator_service.leases import Change, Lease, Moment
 from coordinator_service.membership import Epoch
+from coordinator_service.peer_steps import PeerStep
 from coordinator_service.plan import Layout
 from coordinator_service.rounds import Exchange, Flow, LiveRound
 from coordinator_service.same_host import AttemptPlaces, SameHost
@@ -40,6 +42,8 @@ class Surroundings:
     on_change: Signal
     """Notified when bytes were reduced."""
     same_host: SameHost
+    group: ExchangeGroup | None = None
+    """Workers that reduce among themselves; None where the coordinator does."""
 
 
 class LiveStep:
@@ -59,9 +63,13 @@ class LiveStep:
         self.layout = layout
         self.update = ""
         """Where the optimizer runs."""
+        self.wire_type = ""
+        """Element type that contributions travel in."""
         self.epoch = epoch
         self.moment = Moment(epoch=epoch.number, step=layout.step, attempt=attempt)
-        self.core = Step(
+        self.peers = self._peer_step(leases, surroundings.group) if surroundings.group else None
+        """The same as `core` where the workers reduce among themselves, else None."""
+        self.core: Step = self.peers or Step(
             moment=self.moment,
             kind=layout.kind,
             num_microbatches=layout.num_microbatches,
@@ -70,6 +78,8 @@ class LiveStep:
             places=self._places,
         )
         self.opened = time.monotonic()
+        self.regrouped = self.moved = self.opened
+        """When the exchange group in force was formed; when anything came of it the last time."""
         self.since = {lease.lease_id: self.opened for lease in leases}
         """When each lease was given."""
         self.on_ended: Callable[[Sequence[Lease]], None] = lambda leases: None
@@ -80,9 +90,16 @@ class LiveStep:
         self.all_committed = asyncio.Event()
         self.ended: asyncio.Future[Commit] = asyncio.get_running_loop().create_future()
         self.ended.add_done_callback(_retrieve)
+        self._reported: set[int] = set()
+        self._group_over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._rounds: dict[Bucket, LiveRound] = {}
         self._on_change = surroundings.on_change
         self._note_done()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether something is still missing, and the attempt is not given up."""
+        return not (self.ended.done() or self.all_committed.is_set())
 
     def assignment(self, lease: Lease, *, publish_state: bool = False, discard_state: bool = False) -> Assignment:
         """Returns what a worker is told of its lease."""
@@ -103,6 +120,8 @@ class LiveStep:
             extra=lease.is_extra,
             publish_state=publish_state,
             discard_state=discard_state,
+            group=self.peers.group if self.peers else None,
+            wire_type=self.wire_type,
         )
 
     def samples_of(self, lease: Lease) -> int:
@@ -142,13 +161,41 @@ class LiveStep:
         self.apply(change)
         return exchange
 
-    def commit(self, lease: Lease, report: Report) -> None:
-        """Notes that a lease is done; see `Step.commit`."""
+    def commit(self, lease: Lease, report: Report) -> bool:
+        """Notes that a lease is done, see `Step.commit`; returns whether its worker says so for the first time."""
+        self.moved = time.monotonic()
         self.apply(self.core.commit(lease, report))
+        is_news = lease.lease_id not in self._reported
+        self._reported.add(lease.lease_id)
+        return is_news
+
+    async def outcome(self) -> Commit:
+        """Waits for the step's commit.
+
+        Raises:
+            StepVoided, Halted, Diverged: the attempt ended without one.
+            RoundRestarted: another exchange group was formed, so what was committed is void.
+        """
+        if self.peers is None:
+            return await asyncio.shield(self.ended)
+        generation = self.peers.group.generation
+        ends: set[asyncio.Future[Any]] = {self.ended, self._group_over}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if not self.ended.done():
+            self.peers.check_generation(generation)
+        return self.ended.result()
+
+    def regroup(self, group: ExchangeGroup) -> None:
+        """Puts another exchange group in force: whoever waits for the commit has to contribute and commit again."""
+        assert self.peers
+        self.peers.regroup(group)
+        self.regrouped = self.moved = time.monotonic()
+        self._group_over.set_result(None)
+        self._group_over = asyncio.get_running_loop().create_future()
 
     def end(self, leases: Sequence[Lease], reason: str) -> None:
         """Ends leases before they are done; see `Step.end`. Does nothing once all are committed."""
-        if leases and not self.all_committed.is_set() and not self.ended.done():
+        if leases and self.is_open:
             self.apply(self.core.end(leases, reason))
 
     def apply(self, change: Change) -> None:
@@ -201,9 +248,13 @@ class LiveStep:
             live.close()
         self._places.close()
 
+    def _peer_step(self, leases: Sequence[Lease], group: ExchangeGroup) -> PeerStep:
+        count = self.layout.num_microbatches
+        return PeerStep(moment=self.moment, num_microbatches=count, leases=leases, group=group)
+
     def _start_again(self, live: LiveRound) -> None:
         """Has a bucket contributed once more, since a contribution to it was written to too early."""
-        if not self.all_committed.is_set() and not self.ended.done():
+        if self.is_open:
             self.apply(self.core.restart(live.bucket))
 
     def _take_back(self, lease: Lease, live: LiveRound) -> None:

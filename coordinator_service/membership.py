@@ -32,11 +32,21 @@ class Applicant:
     device_names: tuple[str, ...] = ()
     address: str = ""
     """Where its own service can be dialled; empty when nobody can."""
+    peer_address: str = ""
+    """Where other workers can dial it to have slices reduced; empty when nobody can."""
+    store_address: str = ""
+    """Where its rendezvous store listens; empty for none."""
+    topologies: tuple[str, ...] = ()
+    """Ways of exchange among workers that it takes part in."""
     elastic: bool = False
     """Whether it takes extra leases, contributes again when told, and can be handed the run's state."""
     max_microbatches: int = 0
     """Most micro-batches of a step that it takes; 0 for no limit."""
     memory_bytes: int = 0
+    wire_types: tuple[str, ...] = ("float32",)
+    """Element types that its gradients can travel in."""
+    follows_wire_type: bool = False
+    """Whether it contributes to each step in the type that its lease says."""
     agreements: dict[str, str] = field(default_factory=dict)
     """Values that all workers must share, by name; empty text means not said."""
     summaries: dict[str, str] = field(default_factory=dict)

@@ -33,6 +33,7 @@ class Progress:
         self.settled_steps = committed_steps
         """Steps behind the newest train state that was stored or given up."""
         self.extra_leases = 0
+        self.regroups = 0
         self.skipped_microbatches = 0
         self.norm_alarms = 0
         self.divergences = 0

@@ -2,7 +2,8 @@
 
 The core says which micro-batches are orphans; here is who can take them, and when a worker is late. Nobody is late
 while nobody else is done. A late worker that has not begun to send gets rivals; one that has begun and stands still
-loses its leases.
+loses its leases. Where workers reduce among themselves there are no rivals: a late one loses its leases, and the others
+form another group. Late is then who has not contributed; who is kept from it by others says that it is exchanging.
 """
 
 import asyncio
@@ -17,7 +18,9 @@ from coordinator_service.epochs import Epochs, Seat
 from coordinator_service.leases import Lease
 from coordinator_service.live import LiveStep
 from coordinator_service.orphans import Grant, Taker, split_orphans
+from coordinator_service.peer_steps import PeerStep
 from coordinator_service.progress import Progress
+from coordinator_service.regrouping import Regrouping
 from coordinator_service.stragglers import Arrivals
 from coordinator_service.values import Revoked
 
@@ -25,6 +28,8 @@ _log = logging.getLogger(__name__)
 
 _LONGEST_PAUSE_S = 1.0
 _SHORTEST_PAUSE_S = 0.05
+_EXCHANGES = ("exchanging", "waiting")
+"""What a worker that has computed its leases says that it is doing."""
 _NEW = 4.0
 """Times the deadline, for a worker whose speed is not known yet."""
 
@@ -32,8 +37,9 @@ _NEW = 4.0
 class Releases:
     """Leases again what is lost or late."""
 
-    def __init__(self, file: RunFile, epochs: Epochs, progress: Progress) -> None:
+    def __init__(self, file: RunFile, epochs: Epochs, progress: Progress, regrouping: Regrouping) -> None:
         """Starts without knowing how fast workers are."""
+        self._regrouping = regrouping
         self._file = file
         self._epochs = epochs
         self._progress = progress
@@ -111,10 +117,13 @@ class Releases:
         )
         now = time.monotonic()
         limits = {x.lease_id: self._limit(x.worker_id, deadline) for x in live.core.uncommitted}
-        due = [live.since[x.lease_id] + limits[x.lease_id] - now for x in live.core.uncommitted]
+        due = [max(live.since[x.lease_id], live.regrouped) + limits[x.lease_id] - now for x in live.core.uncommitted]
         late = {x.worker_id: limits[x.lease_id] for x, left in zip(live.core.uncommitted, due, strict=True) if left < 0}
-        for worker_id in sorted(late):
-            self._chase(live, worker_id, late[worker_id])
+        if live.peers:
+            self._leave_behind(live, live.peers, late)
+        else:
+            for worker_id in sorted(late):
+                self._chase(live, worker_id, late[worker_id])
         ahead = min((seconds for seconds in due if seconds > 0), default=bounds.shortest.total_seconds() / 2)
         return min(max(ahead, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S)
 
@@ -139,6 +148,39 @@ class Releases:
             reason = f"it stood still: {live.core.label} has taken {seconds:.1f} s, late is {deadline:.1f} s"
             _log.warning("the step goes on without worker %s: %s", seat.member.name, reason)
             live.end(live.core.leases_of(worker_id), reason)
+
+    def _leave_behind(self, live: LiveStep, peers: PeerStep, late: dict[int, float]) -> None:
+        """Ends the leases of those who keep a group waiting, if others can go on."""
+        blamed = self._blamed(live, peers, late)
+        others = [taker for taker in self._takers(live) if taker.worker_id not in blamed]
+        if not blamed or not any(self._has_computed(peers, taker.worker_id) for taker in others):
+            return
+        leases = [lease for worker_id in blamed for lease in peers.leases_of(worker_id)]
+        names = ", ".join(dict.fromkeys(lease.worker_name for lease in leases))
+        seconds = time.monotonic() - live.opened
+        deadline = min(late[worker_id] for worker_id in blamed)
+        reason = f"{names} kept the others waiting: {peers.label} has taken {seconds:.1f} s, late is {deadline:.1f} s"
+        _log.warning("the step goes on without %s", reason)
+        live.end(leases, reason)
+
+    def _blamed(self, live: LiveStep, peers: PeerStep, late: dict[int, float]) -> list[int]:
+        """Returns which late workers keep a group waiting.
+
+        Those that have not computed their leases; if there are none and nothing has moved for long, those that have not
+        contributed though somebody has, or have not committed though somebody has.
+        """
+        computing = [worker for worker in sorted(late) if not self._has_computed(peers, worker)]
+        if computing or not late or time.monotonic() - live.moved < min(late.values()):
+            return computing
+        owing = [w for w in sorted(late) if not all(peers.has_contributed(x) for x in _filled(peers, w))]
+        if owing:
+            return owing if any(peers.has_contributed(x) for x in peers.live if x.start < x.stop) else []
+        return sorted(late) if peers.committed else []
+
+    def _has_computed(self, peers: PeerStep, worker_id: int) -> bool:
+        seat = self._epochs.seats.get(worker_id)
+        says_so = seat is not None and seat.member.activity in _EXCHANGES
+        return says_so or all(peers.has_sent(lease) for lease in _filled(peers, worker_id))
 
     def _race(self, live: LiveStep, lease: Lease, takers: Sequence[Taker], deadline: float) -> None:
         _log.warning(
@@ -217,6 +259,8 @@ class Releases:
                 if not lease.is_extra:
                     seconds = time.monotonic() - live.since[lease.lease_id]
                     seat.speed = plan.slowed(seat.speed, live.samples_of(lease), seconds)
+        if leases:
+            self._regrouping.again(live, live.core.ended[leases[0].lease_id])
         self._settle(live)
 
     def _can_recover(self, live: LiveStep, *, without: int) -> bool:
@@ -224,6 +268,11 @@ class Releases:
         others = {lease.worker_id for lease in live.core.live} - {without}
         seats = [self._epochs.seats.get(worker_id) for worker_id in others]
         return bool(seats) and all(seat is not None and seat.elastic for seat in seats)
+
+
+def _filled(peers: PeerStep, worker_id: int) -> list[Lease]:
+    """Returns a worker's leases in force that have micro-batches."""
+    return [lease for lease in peers.leases_of(worker_id) if lease.start < lease.stop]
 
 
 def _quickest(takers: Sequence[Taker], count: int) -> int:

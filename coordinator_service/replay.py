@@ -7,6 +7,7 @@ steps that many workers made. Settings under which that does not hold are said, 
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from ayni.run_config import LARGEST_STEPS, RunConfig
@@ -93,7 +94,7 @@ def plan_replay(facts: Mapping[str, str], commits: Sequence[CommitRecord], asked
     stop = max(record.step + 1 for record in training if record.step <= asked.stop)
     made = [record for record in training if first <= record.step < stop]
     counts = {record.num_microbatches for record in made}
-    values = _run_file(config, facts, counts)
+    values = _run_file(config, facts, counts, made)
     state = {**to_mapping(config.state), "publish_every": 0, "store_every": 0, "resume_step": first}
     values["state"] = {**state, "resume_run_id": run_id}
     return Plan(
@@ -164,7 +165,9 @@ def _beginning(config: RunConfig, facts: Mapping[str, str], before: int, source:
     return (stored, config.run_id) if stored > start else (start, origin)
 
 
-def _run_file(config: RunConfig, facts: Mapping[str, str], counts: set[int]) -> dict[str, Any]:
+def _run_file(
+    config: RunConfig, facts: Mapping[str, str], counts: set[int], made: Sequence[CommitRecord]
+) -> dict[str, Any]:
     values = to_mapping(config)
     batch = {**to_mapping(config.batch), "microbatches": config.batch.microbatches}
     if len(counts) == 1:
@@ -173,14 +176,23 @@ def _run_file(config: RunConfig, facts: Mapping[str, str], counts: set[int]) -> 
         "run_id": f"replay-{config.run_id}"[:_LONGEST_ID],
         "min_workers": 1,
         "start_workers": 0,
+        "topology": "star",
         "audit_every": 1,
         "batch": batch,
         "evaluation": {**to_mapping(config.evaluation), "every_steps": 0},
         "optimizer": {**to_mapping(config.optimizer), "update": _update(config, facts)},
     }
+    values |= _wire_types(config, made)
     if samples := int(facts.get("num_training_samples") or 0):
         values["num_training_samples"] = samples
     return values
+
+
+def _wire_types(config: RunConfig, made: Sequence[CommitRecord]) -> dict[str, Any]:
+    """Returns the wire type of the first step, and where others follow, as run files say it."""
+    used = [(record.step, record.wire_type or config.wire_type) for record in made]
+    changes = {str(step): wire for (_, before), (step, wire) in pairwise(used) if wire != before}
+    return {"wire_type": used[0][1], **({"wire_changes": changes} if changes else {})}
 
 
 def _update(config: RunConfig, facts: Mapping[str, str]) -> str:
@@ -190,8 +202,11 @@ def _update(config: RunConfig, facts: Mapping[str, str]) -> str:
 def _caveats(
     config: RunConfig, facts: Mapping[str, str], made: Sequence[CommitRecord], counts: set[int]
 ) -> Iterator[str]:
-    if config.wire_type != "float32":
-        yield f"wire_type is {config.wire_type}: what workers send is rounded, and depends on who computed what"
+    wires = dict.fromkeys(record.wire_type or config.wire_type for record in made)
+    if set(wires) != {"float32"}:
+        yield f"wire_type is {', then '.join(wires)}: what workers send is rounded, and depends on who computed what"
+    if config.topology == "torch":
+        yield "topology is torch: sums were formed in an order that depends on who computed what"
     if len(counts) > 1:
         yield "batch.microbatches is 0 and the number of workers changed, so steps were cut in different ways"
     if config.local_update.enabled:

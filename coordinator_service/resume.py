@@ -15,6 +15,7 @@ _FIXED = (
     "num_steps",
     "precision",
     "wire_type",
+    "topology",
     "task",
     "batch",
     "optimizer",
@@ -25,6 +26,9 @@ _FIXED = (
     "local_update",
 )
 """Keys, and sections with all their keys, that take part in the run's bytes or name what is there of it."""
+
+_SAME_BYTES = "star, sharded or auto"
+"""Topologies that give the same bytes."""
 
 
 def resumable(old: Mapping[str, object], new: Mapping[str, object]) -> list[str]:
@@ -45,6 +49,8 @@ def resumable(old: Mapping[str, object], new: Mapping[str, object]) -> list[str]
 
 def _fixed_values(config: Mapping[str, object]) -> dict[str, object]:
     values = {**dict(_leaves(to_mapping(RunConfig()))), **dict(_leaves(config))}
+    if values["topology"] in ("star", "sharded", "auto"):
+        values["topology"] = _SAME_BYTES
     return {path: value for path, value in values.items() if _is_fixed(path)}
 
 

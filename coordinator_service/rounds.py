@@ -13,18 +13,22 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
+
 from ayni import frames, tensors
 from ayni.buckets import Bucket
 from ayni.errors import AyniError, BadChunk, Checksum
+from ayni.reduce.reduction import Reduced
 from coordinator_service.leases import Lease, Totals
-from coordinator_service.reduction import Reduced
 from coordinator_service.same_host import SameHost
 from coordinator_service.signals import Signal
 from coordinator_service.sources import Source, source
 from coordinator_service.steps import Step
 
-_BURST = 4
-"""Chunks in shared memory that are added at a time: about a millisecond of the event loop."""
+_BURST = {"float32": 1 << 20}
+"""Elements in shared memory that are added at a time: about a millisecond of the event loop."""
+_ROUNDED_BURST = 1 << 19
+"""The same where they have to be decoded, and their mean encoded."""
 
 
 class Flow:
@@ -67,7 +71,8 @@ class LiveRound:
         if reduced and not all(source.is_intact for source in self.sources):
             self.on_torn(self)
             return
-        frames_of = {is_shared: list(self._frames(reduced, is_shared)) for is_shared in self._ways}
+        chunks = [(chunk.offset, self._travelling(chunk)) for chunk in reduced]
+        frames_of = {is_shared: list(self._frames(chunks, is_shared)) for is_shared in self._ways}
         for exchange in self.exchanges:
             for frame in frames_of[exchange.takes_shared]:
                 exchange.push(frame)
@@ -83,7 +88,7 @@ class LiveRound:
     def start_again(self, error: AyniError) -> None:
         """Ends every contribution, because all are to begin once more."""
         self.sources.clear()
-        self.same_host.renew(self.round.mean_N)
+        self.same_host.renew(self.round.wire)
         self.fail(error)
 
     def close(self) -> None:
@@ -99,17 +104,26 @@ class LiveRound:
     def _ways(self) -> set[bool]:
         return {exchange.takes_shared for exchange in self.exchanges}
 
-    def _frames(self, reduced: Sequence[Reduced], is_shared: bool) -> Iterator[bytes]:
-        dtype = tensors.mean_dtype(self.round.spec.dtype)
+    def _travelling(self, chunk: Reduced) -> tensors.Bytes:
+        """Returns a chunk of the mean as it travels: in its place where there is one (no copy of float32)."""
+        dtype, wire = tensors.mean_dtype(self.round.spec.dtype), self.round.wire
+        if wire is None:
+            return np.frombuffer(tensors.encode(chunk.values_C, dtype), np.uint8)
         size = tensors.itemsize(dtype)
-        places = self.same_host.places(reduced) if is_shared else None
+        data = wire[chunk.offset * size : (chunk.offset + chunk.values_C.size) * size]
+        if self.round.mean_N is None:
+            tensors.encode_into(chunk.values_C, dtype, data)
+        return data
+
+    def _frames(self, chunks: Sequence[tuple[int, tensors.Bytes]], is_shared: bool) -> Iterator[bytes]:
+        size = tensors.itemsize(tensors.mean_dtype(self.round.spec.dtype))
+        places = self.same_host.places(chunks) if is_shared else None
         if places is not None:
             for offset, place in places:
                 yield frames.encode_shared_chunk(frames.CHUNK_FIELD, offset * size, 0, place)
             return
-        for chunk in reduced:
-            payload = tensors.encode(chunk.values_C, dtype)
-            yield frames.encode_chunk(frames.CHUNK_FIELD, chunk.offset * size, 0, payload)
+        for offset, data in chunks:
+            yield frames.encode_chunk(frames.CHUNK_FIELD, offset * size, 0, data.data)
 
 
 class Exchange:
@@ -209,14 +223,15 @@ class Exchange:
 
     async def _add_shared(self, chunk: frames.ChunkView, shared: frames.SharedRange, offset: int) -> None:
         """Adds chunk by chunk out of the worker's memory; lets others have a turn in between."""
-        region = self._live.same_host.lent(self.lease.worker_id, shared.region)
-        found = source(self._live.round.label, region, chunk, shared)
+        region, dtype = self._live.same_host.lent(self.lease.worker_id, shared.region), self._live.round.spec.dtype
+        found = source(self._live.round.label, region, chunk, shared, dtype)
         self._live.sources.append(found)
         finished: list[Reduced] = []
+        burst = max(1, _BURST.get(dtype, _ROUNDED_BURST) // self._live.round.chunk_elements)
         for number, values in enumerate(found.pieces(self._live.round.chunk_elements), 1):
             finished += self._live.round.contribute(self.lease.lease_id, chunk.part, offset, values)
             offset += values.size
-            if number % _BURST == 0:
+            if number % burst == 0:
                 self._live.publish(finished)
                 finished = []
                 await asyncio.sleep(0)

@@ -38,13 +38,15 @@ from coordinator_service.live import LiveStep, Offer
 from coordinator_service.member_states import MemberStates
 from coordinator_service.membership import Applicant, Epoch, Member, Membership
 from coordinator_service.progress import Progress
+from coordinator_service.regrouping import Regrouping
 from coordinator_service.releases import Releases
 from coordinator_service.rounds import Exchange
 from coordinator_service.same_host import SameHost
 from coordinator_service.signals import Signal
 from coordinator_service.store import RunStore
 from coordinator_service.stored_states import StoredStates
-from coordinator_service.values import Shutdown
+from coordinator_service.values import ExchangeNews, Shutdown
+from coordinator_service.wire_types import WIRE_TYPE, WireTypes
 from coordinator_service.writing import Notes, Writing
 
 _log = logging.getLogger(__name__)
@@ -90,7 +92,8 @@ class Run:
         self.writing = Writing(file, self.epochs, self.progress, self.changed)
         self.notes = Notes(store)
         self.conduct = Conduct(file, self.epochs, self.progress, self.notes, facts)
-        self.releases = Releases(file, self.epochs, self.progress)
+        self.regrouping = Regrouping(file, self.epochs, self.progress)
+        self.releases = Releases(file, self.epochs, self.progress, self.regrouping)
         self.states = MemberStates(self.epochs, self.progress, self.changed)
         self.stored = StoredStates(store, lambda: self.progress.ended)
         self.stored_source: tuple[str, int] | None = None
@@ -100,6 +103,7 @@ class Run:
         self.live: LiveStep | None = None
         self.same_host = SameHost()
         """What is shared with workers of this host; nothing until the server says so."""
+        self.wire_types = WireTypes(file.wire_type, file.wire_changes, facts.get(WIRE_TYPE, ""))
         self._commits: dict[tuple[Moment, str], Commit] = {}
         self._update = facts.get(_UPDATE, "") if file.optimizer.update == "auto" else file.optimizer.update
         self._stopped = False
@@ -185,6 +189,7 @@ class Run:
 
         Raises:
             StepVoided: the attempt was given up.
+            RoundRestarted: another exchange group was formed.
             AyniError: it is refused.
         """
         if told := self._commits.get((key.moment, kind)):
@@ -194,10 +199,11 @@ class Run:
         if not self.states.lineage.has(live.core.step, report.origin):
             report = replace(report, parameters_sha256="")  # They are known to differ, and prove nothing.
         with self._disagreeing(live, lease):
-            live.commit(lease, report)
-        self.conduct.note_report(live, lease, report)
+            is_news = live.commit(lease, report)
+        if is_news:
+            self.conduct.note_report(live, lease, report)
         seat.times = report.times
-        if not report.following:
+        if is_news and not report.following:
             seat.speed = plan.smoothed(seat.speed, live.samples_of(lease), report.times.compute)
         seat.member.activity = "waiting"
         if report.following:
@@ -206,7 +212,7 @@ class Run:
             self.states.completed(seat, live.core.step, report.origin)
         self.releases.note_sent(live, seat.member.worker_id)
         self.changed.notify()
-        return await asyncio.shield(live.ended)
+        return await live.outcome()
 
     def remember(self, moment: Moment, kind: str, told: Commit) -> None:
         """Keeps a commit, to answer it again to a worker that asks again."""
@@ -247,6 +253,11 @@ class Run:
     def note_sent(self, seat: Seat) -> None:
         """Notes that all bytes of one of a worker's contributions came."""
         if self.live:
+            self.releases.note_sent(self.live, seat.member.worker_id)
+
+    def note_exchange(self, seat: Seat, news: ExchangeNews) -> None:
+        """Takes what a worker says of its exchange group."""
+        if self.live and self.regrouping.hear(self.live, seat, news):
             self.releases.note_sent(self.live, seat.member.worker_id)
 
     def note_refusal(self, error: AyniError, seat: Seat) -> None:
@@ -321,6 +332,11 @@ class Run:
                 self.live.fail(StepVoided(f"{self.live.core.label} was given up: {reason}", detail=reason))
             self.goodbye(reason, finished=False)
             self.epochs.changed.notify()
+
+    @property
+    def wire_type(self) -> str:
+        """Element type that contributions travel in: to the open step, or else to the next one."""
+        return self.live.wire_type if self.live else self.wire_types.now
 
     def final_hashes(self) -> dict[str, str]:
         """Returns the parameter hash that each worker gave when it left."""

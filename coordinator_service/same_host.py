@@ -6,52 +6,20 @@ worker whose lease counted holds the mean. Whoever is late finds another generat
 
 import logging
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import lru_cache
 
 import numpy as np
 
+from ayni import tensors
 from ayni.errors import AyniError
 from ayni.frames import SharedRange
+from ayni.reduce.places import MeanPlace, Places
+from ayni.reduce.thread_digest import digest_for
 from ayni.shm.host import SharedMemoryOffer
 from ayni.shm.regions import MappedRegion, Region
-from ayni.tensors import Floats, TensorSpec
-from coordinator_service.digest import MeanDigest
-from coordinator_service.places import MeanPlace, Places
-from coordinator_service.reduction import Reduced
+from ayni.tensors import Bytes, TensorSpec
 from coordinator_service.shared_regions import SharedRegions
 
 _log = logging.getLogger(__name__)
-
-_THREAD_FROM = 1 << 20
-"""Elements of a mean from which on a thread digests it beside the sums; below, handing over costs more."""
-
-
-class ThreadDigest(MeanDigest):
-    """A digest that another thread makes; whoever reads it waits for that."""
-
-    def __init__(self) -> None:
-        """Starts empty."""
-        super().__init__()
-        self._pending: list[Future[None]] = []
-
-    def add(self, mean_C: Floats) -> None:
-        """Has the next chunk taken; it must not change afterwards."""
-        self._pending.append(_thread().submit(super().add, mean_C))
-
-    def hexdigest(self) -> str:
-        """See `MeanDigest.hexdigest`."""
-        self._join()
-        return super().hexdigest()
-
-    def square_sum(self) -> float:
-        """See `MeanDigest.square_sum`."""
-        self._join()
-        return super().square_sum()
-
-    def _join(self) -> None:
-        while self._pending:
-            self._pending.pop(0).result()
 
 
 class SameHost:
@@ -85,27 +53,33 @@ class SameHost:
         """Returns a region that a worker has lent, or None."""
         return self._shared.lent(worker_id, region_id) if self._shared else None
 
-    def places(self, reduced: Sequence[Reduced]) -> list[tuple[int, SharedRange]] | None:
-        """Returns where chunks of a mean lie, as few runs of (first element, place); None for ordinary memory."""
+    def places(self, chunks: Sequence[tuple[int, Bytes]]) -> list[tuple[int, SharedRange]] | None:
+        """Returns where chunks of a mean lie, as few runs of (first element, place); None for ordinary memory.
+
+        Args:
+            chunks: first element of each, and its bytes as they travel.
+        """
         runs: list[tuple[int, SharedRange]] = []
-        for chunk in reduced:
-            found = self._find(chunk.values_C)
+        for offset, data in chunks:
+            found = self._find(data)
             if found is None:
                 return None
             region, start = found
             last = runs[-1][1] if runs else None
             if last and (last.region, last.offset_bytes + last.length_bytes) == (region.id, start):
-                grown = SharedRange(
-                    last.region, last.offset_bytes, last.length_bytes + chunk.values_C.nbytes, last.generation
-                )
+                grown = SharedRange(last.region, last.offset_bytes, last.length_bytes + data.nbytes, last.generation)
                 runs[-1] = (runs[-1][0], grown)
             else:
-                runs.append((chunk.offset, SharedRange(region.id, start, chunk.values_C.nbytes, region.generation)))
+                runs.append((offset, SharedRange(region.id, start, data.nbytes, region.generation)))
         return runs
 
-    def renew(self, mean_N: Floats | None) -> None:
-        """Says that a mean is put together once more: whoever is still reading it must not use what it has read."""
-        found = None if mean_N is None else self._find(mean_N)
+    def renew(self, wire: Bytes | None) -> None:
+        """Says that a mean is put together once more: whoever is still reading it must not use what it has read.
+
+        Args:
+            wire: where the mean lies as it travels; None for nowhere.
+        """
+        found = None if wire is None else self._find(wire)
         if found:
             found[0].renew()
 
@@ -127,8 +101,8 @@ class SameHost:
         """Takes a region that no round writes any more."""
         self._free.setdefault(num_bytes, []).append(region)
 
-    def _find(self, mean_C: Floats) -> tuple[Region, int] | None:
-        return self._shared.ours.find(mean_C) if self._shared else None
+    def _find(self, data: Bytes) -> tuple[Region, int] | None:
+        return self._shared.ours.find(data) if self._shared else None
 
 
 class AttemptPlaces(Places):
@@ -141,19 +115,18 @@ class AttemptPlaces(Places):
 
     def take(self, spec: TensorSpec) -> MeanPlace:
         """Returns the place for a bucket's mean."""
-        new_digest = ThreadDigest if spec.num_elements >= _THREAD_FROM else MeanDigest
-        region = self._same_host.take(spec.num_bytes) if spec.dtype == "float32" else None
+        new_digest = digest_for(spec.num_elements)
+        dtype = tensors.mean_dtype(spec.dtype)
+        num_bytes = tensors.payload_bytes(spec.num_elements, dtype)
+        region = self._same_host.take(num_bytes)
         if region is None:
             return MeanPlace(new_digest=new_digest)
-        self._taken.append((region, spec.num_bytes))
-        return MeanPlace(new_digest=new_digest, mean_N=region.bytes[: spec.num_bytes].view(np.float32))
+        self._taken.append((region, num_bytes))
+        wire = region.bytes[:num_bytes]
+        mean_N = wire.view(np.float32) if dtype == "float32" else None
+        return MeanPlace(new_digest=new_digest, mean_N=mean_N, wire=wire)
 
     def close(self) -> None:
         """Gives the regions back; the attempt is over."""
         while self._taken:
             self._same_host.give_back(*self._taken.pop())
-
-
-@lru_cache(maxsize=1)
-def _thread() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1, thread_name_prefix="ayni-digest")

@@ -59,8 +59,8 @@ async def serve(file: RunFile, stop: Stop) -> int:
         _refuse_to_resume(file, store)
         run = Run(file, store)
         folder = str(file.artifacts.resolve()) if file.artifacts else ""
-        store.set_facts({_CONFIG: json.dumps(status.shared_config(run)), _ARTIFACTS: folder})
-        if file.gradients == "auto" and file.wire_type == "float32":
+        store.set_facts({_CONFIG: json.dumps(status.config_of(file)), _ARTIFACTS: folder})
+        if file.gradients == "auto":
             run.same_host = SameHost(SharedRegions(None, run.epochs.find, 4 * file.max_bucket_bytes))
         attachments = Attachments()
         dial = partial(_dial, file, token, attachments)
@@ -82,6 +82,8 @@ async def _serve(run: Run, driver: Driver, servicer: CoordinatorServicer, token:
     await server.start()
     print(f"listening on {address}", flush=True)
     _log.info("run %s is served at %s; %s", file.run_id, address, _goal(run))
+    if file.topology == "torch":
+        _log.warning("topology torch: the bytes of a mean depend on who computed what, and so do the parameters")
     try:
         await _drive(run, driver, stop)
     finally:
@@ -169,5 +171,7 @@ def _goal(run: Run) -> str:
         parts.append(
             f"goes on from the state behind step {state.resume_step} of run {state.resume_run_id or file.run_id}"
         )
+    if run.wire_types.now != file.wire_type:
+        parts.append(f"gradients travel in {run.wire_types.now}, as was chosen before")
     parts.append(f"waits for {file.num_starters} worker{'s' if file.num_starters > 1 else ''}")
     return ", ".join(parts)

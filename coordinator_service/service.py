@@ -61,10 +61,11 @@ class CoordinatorServicer:
             epoch=self._run.epochs.core.epoch.number,
             lease=duration(file.timeouts.lease.total_seconds()),
             heartbeat_interval=duration(file.timeouts.heartbeat_interval.total_seconds()),
-            wire_type=dtype_enum(file.wire_type),
+            wire_type=dtype_enum(self._run.wire_types.now),
             update=self._run.update_mode,
             shared_memory=wire.shared_memory(self._run.same_host.offer()),
             chunk_bytes=file.chunk_bytes,
+            topology=file.topology,
         )
 
     async def ShardAssignment(
@@ -143,6 +144,7 @@ class CoordinatorServicer:
         """Renews a lease."""
         seat = self._seat(request.worker_id, context)
         self._run.epochs.renew(seat.member.worker_id, wire.one_line(request.activity[:32]))
+        self._run.note_exchange(seat, wire.exchange_news(request))
         states = self._run.states
         states.published(seat, request.published_steps)
         if seat.elastic:
@@ -214,10 +216,21 @@ class CoordinatorServicer:
             raise _incompatible("protocol_version", PROTOCOL_VERSION, request.protocol_version or "not said")
         self._check_run_id(request.run_id)
         offered = [dtype_name(value) for value in request.wire_types] or ["float32"]
-        if self._run.file.wire_type not in offered:
-            raise _incompatible("wire_type", self._run.file.wire_type, ", ".join(offered))
+        if self._run.wire_types.now not in offered:
+            raise _incompatible("wire_type", self._run.wire_types.now, ", ".join(offered))
+        self._check_topology(request)
         if request.backend not in ("cuda", "wgpu", "cpu"):
             raise BadRequest(f"backend is {request.backend!r}; it must be cuda, wgpu or cpu", field="backend")
+
+    def _check_topology(self, request: pb.JoinRequest) -> None:
+        """Refuses a worker that takes no part in the only exchange there is; with "auto" there is always star."""
+        topology = self._run.file.topology
+        if topology in ("star", "auto"):
+            return
+        if topology not in request.topologies:
+            raise _incompatible("topologies", topology, ", ".join(request.topologies) or "star alone")
+        if not request.elastic:
+            raise _incompatible("topologies", f"{topology}, for elastic workers", "one that is not elastic")
 
     def _check_run_id(self, run_id: str) -> None:
         if run_id and run_id != self._run.file.run_id:

@@ -8,36 +8,43 @@ are compared before anything that may contain such bytes is sent out, and what i
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
-
+from ayni import tensors
 from ayni.errors import BadChunk
 from ayni.frames import ChunkView, SharedRange
+from ayni.reduce.packed import Values, packed
 from ayni.shm.regions import MappedRegion
-from ayni.tensors import Floats
+from ayni.tensors import Bytes
 
-_ITEM_BYTES = 4
+_ALIGNMENT = 4
+"""Bytes; sums over numbers that lie across words take half as long again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """A run of float32 in a worker's region."""
+    """A run of a contribution's bytes in a worker's region."""
 
     region: MappedRegion
     generation: int
-    values: Floats
+    data: Bytes
+    dtype: str
 
     @property
     def is_intact(self) -> bool:
         """Whether the worker has not begun to write there again."""
         return self.region.generation == self.generation
 
-    def pieces(self, length: int) -> Iterator[Floats]:
-        """Yields its values, so many at a time."""
-        for start in range(0, self.values.size, length):
-            yield self.values[start : start + length]
+    def pieces(self, length: int) -> Iterator[Values]:
+        """Yields its values, so many at a time, as they lie there.
+
+        Raises:
+            BadChunk: the last bytes are no whole elements.
+        """
+        step = tensors.payload_bytes(length, self.dtype)
+        for start in range(0, self.data.size, step):
+            yield packed(self.data[start : start + step], self.dtype)
 
 
-def source(label: str, region: MappedRegion | None, chunk: ChunkView, shared: SharedRange) -> Source:
+def source(label: str, region: MappedRegion | None, chunk: ChunkView, shared: SharedRange, dtype: str) -> Source:
     """Returns where a chunk's values lie.
 
     Args:
@@ -45,9 +52,10 @@ def source(label: str, region: MappedRegion | None, chunk: ChunkView, shared: Sh
         region: the region that the chunk names; None where the worker has lent no such region.
         chunk: as it came.
         shared: its range.
+        dtype: element type that contributions travel in.
 
     Raises:
-        BadChunk: there is no such place, or the bytes are no whole elements.
+        BadChunk: there is no such place, or it does not begin at a word or end with a whole element.
     """
     if region is None:
         raise _bad(label, "region", "one that the worker has lent", shared.region)
@@ -56,10 +64,12 @@ def source(label: str, region: MappedRegion | None, chunk: ChunkView, shared: Sh
     stop = shared.offset_bytes + shared.length_bytes
     if stop > region.size or not shared.length_bytes:
         raise _bad(label, "shared.length_bytes", f"1 to {region.size - shared.offset_bytes}", shared.length_bytes)
-    if shared.offset_bytes % _ITEM_BYTES or shared.length_bytes % _ITEM_BYTES:
-        raise _bad(label, "shared.offset_bytes", "whole elements of 4 bytes", f"{shared.offset_bytes} to {stop}")
-    values = region.bytes[shared.offset_bytes : stop].view(np.float32)
-    return Source(region=region, generation=shared.generation, values=values)
+    size = tensors.itemsize(dtype)
+    if shared.offset_bytes % _ALIGNMENT or shared.length_bytes % size:
+        words = f"a multiple of {_ALIGNMENT}, and whole elements of {size} bytes"
+        raise _bad(label, "shared.offset_bytes", words, f"{shared.offset_bytes} to {stop}")
+    data = region.bytes[shared.offset_bytes : stop]
+    return Source(region=region, generation=shared.generation, data=data, dtype=dtype)
 
 
 def _bad(label: str, field: str, expected: object, received: object) -> BadChunk:

@@ -2,10 +2,11 @@
 
 import json
 import time
+from collections.abc import Container
 from dataclasses import fields
 
 from ayni import PROTOCOL_VERSION
-from ayni.messages import duration, times_message
+from ayni.messages import dtype_enum, duration, times_message
 from ayni.run_config import RunConfig
 from ayni.settings import to_mapping
 from ayni.v1 import coordinator_pb2 as pb
@@ -35,12 +36,12 @@ def describe(run: Run, artifacts: Artifacts) -> pb.GetRunResponse:
 
 
 def shared_config(run: Run) -> dict[str, object]:
-    """Returns the part of the run file that workers get: everything but what concerns the coordinator's own machine."""
-    return config_of(run.file)
+    """Returns the part of the run file that workers get, with the wire type of now."""
+    return {**config_of(run.file), "wire_type": run.wire_types.now}
 
 
 def config_of(file: RunConfig) -> dict[str, object]:
-    """Returns the same for a run file."""
+    """Returns everything of a run file but what concerns the coordinator's own machine."""
     shared = {field.name for field in fields(RunConfig)}
     return {name: value for name, value in to_mapping(file).items() if name in shared}
 
@@ -49,6 +50,7 @@ def snapshot(run: Run) -> pb.RunSnapshot:
     """Returns the state at this moment."""
     progress = run.progress
     held = run.live.core.held_bytes if run.live else 0
+    group, owners = run.regrouping.group, run.regrouping.owners
     message = pb.RunSnapshot(
         state=_STATES[progress.state],
         epoch=run.epochs.core.epoch.number,
@@ -59,7 +61,7 @@ def snapshot(run: Run) -> pb.RunSnapshot:
         samples_per_second=progress.samples_per_second,
         received_bytes=run.epochs.received_bytes,
         sent_bytes=run.epochs.sent_bytes,
-        workers=[_worker(run, seat) for _, seat in sorted(run.epochs.seats.items())],
+        workers=[_worker(run, seat, owners) for _, seat in sorted(run.epochs.seats.items())],
         waiting=_waiting(run),
         elapsed=duration(time.monotonic() - progress.started),
         reducer_bytes=held,
@@ -69,6 +71,10 @@ def snapshot(run: Run) -> pb.RunSnapshot:
         skipped_microbatches=progress.skipped_microbatches,
         norm_alarms=progress.norm_alarms,
         divergences=progress.divergences,
+        topology=run.regrouping.topology,
+        generation=group.generation if group else 0,
+        regroups=progress.regroups,
+        wire_type=dtype_enum(run.wire_types.now),
     )
     for name in ("loss", "evaluation_loss", "evaluation_accuracy"):
         if (value := getattr(progress, name)) is not None:
@@ -76,7 +82,7 @@ def snapshot(run: Run) -> pb.RunSnapshot:
     return message
 
 
-def _worker(run: Run, seat: Seat) -> pb.WorkerSnapshot:
+def _worker(run: Run, seat: Seat, owners: Container[int]) -> pb.WorkerSnapshot:
     member = seat.member
     return pb.WorkerSnapshot(
         worker_id=member.worker_id,
@@ -97,6 +103,7 @@ def _worker(run: Run, seat: Seat) -> pb.WorkerSnapshot:
         strikes=run.epochs.core.strikes[member.name],
         memory_bytes=member.applicant.memory_bytes,
         shares_memory=run.same_host.is_connected(member.worker_id),
+        owns_slices=member.worker_id in owners,
     )
 
 

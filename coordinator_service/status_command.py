@@ -15,11 +15,12 @@ from rich.text import Text
 
 from ayni.channels import UNREACHED, open_sync_channel
 from ayni.endpoints import ClientTls
-from ayni.messages import duration
+from ayni.messages import dtype_name, duration
 from ayni.process import DONE, FAILED, TEMPORARY, exit_code_of, load_token
 from ayni.rpc import error_from
 from ayni.v1 import coordinator_pb2 as pb
 from ayni.v1 import coordinator_pb2_grpc
+from coordinator_service.exchange_groups import EPOCH_BITS
 
 _TIMEOUT = 10.0
 _WIDE = 130
@@ -94,6 +95,7 @@ def _head(run_id: str, snapshot: pb.RunSnapshot) -> list[str]:
         f"held-out loss {snapshot.evaluation_loss:.4f}" if snapshot.HasField("evaluation_loss") else "",
         f"held-out accuracy {snapshot.evaluation_accuracy:.4f}" if snapshot.HasField("evaluation_accuracy") else "",
         f"{snapshot.samples_per_second:.1f} samples/s",
+        f"gradients in {dtype_name(snapshot.wire_type)}" if snapshot.wire_type else "",
         f"in {_size(snapshot.received_bytes)}, out {_size(snapshot.sent_bytes)}",
         f"reducer {_size(snapshot.reducer_bytes)} (peak {_size(snapshot.reducer_peak_bytes)})",
     ]
@@ -103,12 +105,23 @@ def _head(run_id: str, snapshot: pb.RunSnapshot) -> list[str]:
         (snapshot.skipped_microbatches, "micro-batch", "skipped"),
         (snapshot.norm_alarms, "norm alarm", ""),
         (snapshot.divergences, "divergence", ""),
+        (snapshot.regroups, "exchange group", "formed inside a step"),
     ]
+    if snapshot.generation:
+        lines.append(_exchange(snapshot))
     if parts := [_counted(*one) for one in counted if one[0]]:
         lines.append(", ".join(parts))
     if snapshot.waiting.reason:
         lines.append(snapshot.waiting.reason)
     return lines
+
+
+def _exchange(snapshot: pb.RunSnapshot) -> str:
+    """Returns who reduces, where the coordinator does not."""
+    owners = [worker.worker_name for worker in snapshot.workers if worker.owns_slices]
+    number = f"{snapshot.generation >> EPOCH_BITS}.{snapshot.generation % (1 << EPOCH_BITS)}"
+    slices = f", slices owned by {', '.join(owners)}" if owners else ""
+    return f"topology {snapshot.topology}, exchange group {number}{slices}"
 
 
 def _counted(count: int, what: str, rest: str) -> str:

@@ -36,10 +36,16 @@ class StepOpening:
         layout = plan.lay_out(run.file, kind, step, evaluation_samples, bids, self._before(kind, seats))
         self._shares[kind] = (_members(seats), tuple((share.start, share.stop) for share in layout.shares))
         leases = [self._lease(seat, share.start, share.stop) for seat, share in zip(seats, layout.shares, strict=True)]
-        chunk_elements = run.file.chunk_bytes // position_bytes(run.file.wire_type)
-        around = Surroundings(chunk_elements=chunk_elements, on_change=run.changed, same_host=run.same_host)
+        wire_type = run.wire_types.at(step)
+        chunk_elements = run.file.chunk_bytes // position_bytes(wire_type)
+        around = Surroundings(
+            chunk_elements=chunk_elements,
+            on_change=run.changed,
+            same_host=run.same_host,
+            group=run.regrouping.first(kind, epoch, run.same_host),
+        )
         live = LiveStep(layout, attempt, epoch, leases, around)
-        live.update = run.update_mode
+        live.update, live.wire_type = run.update_mode, wire_type
         run.live = live
         run.releases.open(live)
         run.progress.open(step, attempt, kind)
@@ -73,6 +79,8 @@ def _tell(live: LiveStep, seat: Seat, lease: Lease, reason: str) -> None:
     seat.idle_steps = 0 if lease.stop > lease.start else seat.idle_steps + 1
     if seat.idle_steps > _FORGET_AFTER:
         seat.speed = 0.0
+    if live.peers:
+        seat.member.activity = "computing"  # Until it says more: what it said before was about another step.
     publishes = is_training and seat.publish_requested
     if publishes:
         live.publishers.add(lease.worker_id)

@@ -23,11 +23,11 @@ import xxhash
 
 from ayni.buckets import Bucket
 from ayni.errors import BadRequest, LeaseRevoked, NotLeased, SpecMismatch, StaleEpoch, StaleStep
+from ayni.reduce.places import Places
+from ayni.reduce.reduction import Fate, Round
 from ayni.step_values import MicrobatchStats, Report
 from ayni.tensors import TensorSpec
 from coordinator_service.leases import Change, Key, Lease, Moment, Totals
-from coordinator_service.places import Places
-from coordinator_service.reduction import Fate, Round
 from coordinator_service.stats_book import StatsBook
 
 

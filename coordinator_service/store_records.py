@@ -28,6 +28,7 @@ class CommitRecord:
         skipped: micro-batches that were left out because their values were not finite.
         left_behind: names of the members that the step was committed without.
         checkpoint_writer: name of the worker that writes checkpoints; empty where nobody can.
+        wire_type: element type that contributions travelled in; empty in records of before it could change: the run's.
     """
 
     kind: str
@@ -53,6 +54,7 @@ class CommitRecord:
     left_behind: tuple[str, ...]
     unix_time: float
     checkpoint_writer: str = ""
+    wire_type: str = ""
 
     def skipped_of(self) -> dict[int, str]:
         """Returns the micro-batches that were left out, and the name of the worker that computed each."""

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from ayni.blocks.metadata import WorkerMetadata
 from ayni.order import microbatch_positions
+from ayni.step_values import ExchangeGroup
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +27,9 @@ class Assignment:
     extra: bool = False
     publish_state: bool = False
     discard_state: bool = False
+    group: ExchangeGroup | None = None
+    """Who reduces among themselves; None where the coordinator does."""
+    wire_type: str = ""
 
     @property
     def shard_start(self) -> int:
@@ -47,6 +51,31 @@ class Waiting:
 
     reason: str
     worker_names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Regroup:
+    """Others reduce among themselves from now on, in the middle of an attempt."""
+
+    step: int
+    attempt: int
+    group: ExchangeGroup
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExchangeNews:
+    """What a worker says of its exchange group beside its commits.
+
+    Attributes:
+        generation: group that it speaks of.
+        contributed: leases whose contributions have left it whole.
+        lost: owners that it could not reach.
+    """
+
+    generation: int
+    contributed: tuple[int, ...] = ()
+    lost: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 from ayni.blocks import metadata_messages
 from ayni.buckets import BLOCK_COMPONENTS, FLAT, NON_BLOCK_COMPONENTS, Bucket
 from ayni.errors import BadRequest, SpecMismatch, TooLarge
-from ayni.messages import dtype_name, origin_of, times_of
+from ayni.messages import dtype_enum, dtype_name, group_message, origin_of, slice_of, times_of
 from ayni.shm.host import SharedMemoryOffer
-from ayni.step_values import Commit, MicrobatchStats, Report
+from ayni.step_values import Commit, ExchangeGroup, MicrobatchStats, Report
 from ayni.tensors import WIRE_DTYPES, TensorSpec, position_bytes, scale_block_elements
 from ayni.v1 import coordinator_pb2 as pb
 from ayni.v1 import tensor_pb2
@@ -20,6 +21,8 @@ _MAX_MICROBATCHES = 1 << 16
 _MAX_COMPONENTS = 1 << 16
 _MAX_SAMPLES = 1 << 48
 _MAX_BUCKETS = 1 << 20
+_MAX_REPORTED = 1 << 16
+_TOPOLOGIES = ("sharded", "torch")
 _KINDS = {"train": pb.STEP_KIND_TRAIN, "evaluate": pb.STEP_KIND_EVALUATE}
 
 Begin = pb.GradientBegin | pb.BlockGradientBegin | pb.NonBlockGradientBegin
@@ -54,9 +57,14 @@ def applicant(request: pb.JoinRequest, session: str, peer: str) -> Applicant:
         gpu_count=request.gpu_count,
         device_names=tuple(one_line(name[:64]) for name in request.device_names[:16]),
         address=request.worker_address[:256],
+        peer_address=request.peer_address[:256],
+        store_address=request.store_address[:256],
+        topologies=tuple(name for name in _TOPOLOGIES if name in request.topologies),
         elastic=request.elastic,
         max_microbatches=request.max_microbatches,
         memory_bytes=request.memory_bytes,
+        wire_types=tuple(dtype_name(value) for value in request.wire_types[:16]) or ("float32",),
+        follows_wire_type=request.follows_wire_type,
         agreements=agreements,
         summaries={
             "task_fingerprint": one_line(request.task_summary[:256]),
@@ -158,7 +166,12 @@ def kind_name(value: int) -> str:
 
 
 def report(request: pb.CommitStepRequest) -> Report:
-    """Returns what a worker says when it has done its lease."""
+    """Returns what a worker says when it has done its lease.
+
+    Raises:
+        BadRequest: a slice names no bucket.
+    """
+    _limit("slices", len(request.slices), _MAX_BUCKETS)
     return Report(
         num_buckets=request.num_buckets,
         microbatches=stats(request.microbatches),
@@ -167,16 +180,31 @@ def report(request: pb.CommitStepRequest) -> Report:
         following=request.following,
         square_sum=request.square_sum if math.isfinite(request.square_sum) else 0.0,
         origin=origin_of(request),
+        generation=request.generation,
+        slices=tuple(slice_of(message) for message in request.slices),
     )
 
 
-Frame = values.Assignment | values.Waiting | values.Revoked | values.StateOffer | values.Shutdown
+def exchange_news(request: pb.HeartbeatRequest) -> values.ExchangeNews:
+    """Returns what a worker says of its exchange group."""
+    _limit("contributed_leases", len(request.contributed_leases), _MAX_REPORTED)
+    _limit("lost_owners", len(request.lost_owners), _MAX_REPORTED)
+    return values.ExchangeNews(
+        generation=request.generation,
+        contributed=tuple(request.contributed_leases),
+        lost=tuple(request.lost_owners),
+    )
+
+
+Frame = values.Assignment | values.Regroup | values.Waiting | values.Revoked | values.StateOffer | values.Shutdown
 
 
 def assignment_frame(frame: Frame) -> pb.ShardAssignmentResponse:
     """Returns a frame of the assignment stream."""
     if isinstance(frame, values.Revoked):
         return pb.ShardAssignmentResponse(revoked=pb.Revoked(lease_id=frame.lease_id, reason=frame.reason))
+    if isinstance(frame, values.Regroup):
+        return pb.ShardAssignmentResponse(regroup=_regroup(frame))
     if isinstance(frame, values.StateOffer):
         return pb.ShardAssignmentResponse(offer=_offer(frame))
     if isinstance(frame, values.Waiting):
@@ -192,6 +220,17 @@ def assignment_frame(frame: Frame) -> pb.ShardAssignmentResponse:
             )
         )
     return pb.ShardAssignmentResponse(assignment=_assignment(frame))
+
+
+@lru_cache(maxsize=2)
+def _group(group: ExchangeGroup) -> pb.ExchangeGroup:
+    """Returns a group as a message; made once for all members, who may be many."""
+    return group_message(group)
+
+
+def _regroup(frame: values.Regroup) -> pb.Regroup:
+    group = _group(frame.group)
+    return pb.Regroup(step=frame.step, attempt=frame.attempt, group=group, reason=frame.reason)
 
 
 def _offer(frame: values.StateOffer) -> pb.StateOffer:
@@ -226,6 +265,8 @@ def _assignment(frame: values.Assignment) -> pb.Assignment:
         extra=frame.extra,
         publish_state=frame.publish_state,
         discard_state=frame.discard_state,
+        group=_group(frame.group) if frame.group else None,
+        wire_type=dtype_enum(frame.wire_type or "unspecified"),
     )
 
 

@@ -3,7 +3,8 @@
 Three runs with real processes on loopback: one worker without events, whose final parameters are what must come out
 (kept for the next time); all workers without events, whose rate is the undisturbed rate; and all workers with the
 events that the seed gives. The last line on standard output is one JSON object; the exit code is 0 if no sample is
-missing or used twice and the parameters are equal.
+missing or used twice, all workers end with the same parameters, and these are equal to the first run's. With a wire
+type that rounds, parameters depend on who computed what: the first run is left out, and `parameters_equal` is null.
 
 Usage: `python scripts/chaos.py --seed 1 --steps 200 --workers 3 --every 5`
 """
@@ -28,12 +29,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from ayni.settings import SettingsError
 from scripts.chaos_fleet import ROOT, ChaosFailed
 from scripts.chaos_job import Job, default_job, job_from
-from scripts.chaos_result import Happened, count_samples, median_step, steps_per_second, worst_return, worst_stalls
+from scripts.chaos_result import (
+    Happened,
+    count_samples,
+    median_step,
+    rounding,
+    steps_per_second,
+    worst_return,
+    worst_stalls,
+)
 from scripts.chaos_run import Chaos, Record
 from scripts.chaos_schedule import KINDS, schedule
 from scripts.chaos_ways import Proxies, Ways
 
 FAILED, WRONG_USE = 1, 2
+WIRES = ("float32", "bfloat16", "int8")
 _CHECK_S = 120.0
 
 
@@ -75,6 +85,9 @@ def _parser() -> argparse.ArgumentParser:
         "--kinds", type=_kinds, default=tuple(KINDS), help="kinds of events, with commas (default: all)"
     )
     parser.add_argument("--run", type=Path, help="run file (YAML) instead of the light job")
+    parser.add_argument(
+        "--wire", choices=WIRES, help="element type of gradients on the wire (default: the run file's, or float32)"
+    )
     parser.add_argument("--step-ms", type=float, default=100.0, help="length of a step of the light job (default: 100)")
     parser.add_argument(
         "--store-every",
@@ -87,6 +100,12 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         default=1,
         help="unharmed, up-to-date workers that every event leaves; it is put off until it does (default: 1)",
+    )
+    parser.add_argument(
+        "--topology",
+        choices=("star", "sharded", "auto"),
+        default="star",
+        help="who reduces gradients; the final parameters are the same (default: star)",
     )
     parser.add_argument("--netns", action="store_true", help="a network namespace for each worker (root only)")
     parser.add_argument("--output-dir", type=Path, default=ROOT / "out" / "chaos", help="folder for logs and state")
@@ -120,9 +139,9 @@ class _Program:
 
     async def run(self) -> int:
         given = self._given
-        expected = await self._reference()
+        expected = "" if rounding(self._job.wire_type) else await self._reference()
         undisturbed = await self._make("undisturbed", Chaos, self._job)
-        if undisturbed.parameters_sha256 != expected:
+        if expected and undisturbed.parameters_sha256 != expected:
             self._say(
                 f"chaos: without any event {given.workers} workers end with other parameters than one worker; "
                 f"see {self._output / 'undisturbed'}"
@@ -133,20 +152,25 @@ class _Program:
         return code
 
     def _make_job(self) -> Job:
+        job = self._whole_job()
+        return job.with_wire(self._given.wire) if self._given.wire else job
+
+    def _whole_job(self) -> Job:
         given = self._given
         if given.run:
             # Which samples are spoilt is a matter of the task, so other jobs have none.
-            return job_from(given.run, given.steps).with_workers(given.workers)
-        return default_job(
+            return job_from(given.run, given.steps).with_workers(given.workers).with_topology(given.topology)
+        job = default_job(
             given.steps, given.workers, given.step_ms, with_nan="nan" in given.kinds, store_every=given.store_every
         )
+        return job.with_topology(given.topology)
 
     async def _reference(self) -> str:
         """Returns the final parameters of one worker alone, from the last time if nothing has changed since."""
         kept = self._output / "references" / f"{self._job.key()}.json"
         if kept.exists():
             return str(json.loads(kept.read_text())["parameters_sha256"])
-        record = await self._make("reference", Chaos, self._job.with_workers(1, 0.0), workers=1)
+        record = await self._make("reference", Chaos, self._job.reference(), workers=1)
         kept.parent.mkdir(parents=True, exist_ok=True)
         kept.write_text(json.dumps({"parameters_sha256": record.parameters_sha256}))
         return record.parameters_sha256
@@ -160,7 +184,8 @@ class _Program:
         result = self._result(seed, record, undisturbed, expected)
         result |= {"ledger": "clean" if not ledger else ledger, "wall_s": round(time.monotonic() - began, 1)}
         print(json.dumps(result), flush=True)
-        if result["samples_missing"] or result["samples_duplicated"] or not result["parameters_equal"] or ledger:
+        wrong = result["samples_missing"] or result["samples_duplicated"] or ledger
+        if wrong or not result["workers_agree"] or result["parameters_equal"] is False:
             self._say(f"chaos: seed {seed} lost something; see {self._output / name / 'coordinator.log'}")
             return FAILED
         return 0
@@ -184,13 +209,17 @@ class _Program:
     def _result(self, seed: int, record: Record, undisturbed: Record, expected: str) -> dict[str, Any]:
         samples = count_samples(record.commits, self._job.steps, self._job.batch)
         usual = median_step(undisturbed.times)
+        why = rounding(self._job.wire_type)
         return {
             "seed": seed,
+            "wire_type": self._job.wire_type,
             "events": [_event(happened) for happened in record.happened],
             "steps_committed": sum(commit.kind == "train" for commit in record.commits),
             "samples_missing": samples.missing,
             "samples_duplicated": samples.duplicated,
-            "parameters_equal": bool(expected) and record.parameters_sha256 == expected,
+            "workers_agree": bool(record.parameters_sha256),
+            "parameters_equal": None if why else bool(expected) and record.parameters_sha256 == expected,
+            **({"parameters_equal_reason": why} if why else {}),
             "goodput": _ratio(self._rate(record), self._rate(undisturbed)),
             "worst_stall_s": worst_stalls(record.times, record.happened, usual),
             "coordinator_back_s": worst_return(record.times, record.listened),

@@ -37,6 +37,14 @@ class Job:
     def batch(self) -> int:
         return int(self.values["batch"]["samples"])
 
+    @property
+    def wire_type(self) -> str:
+        return str(self.values.get("wire_type", "float32"))
+
+    def with_wire(self, wire_type: str) -> "Job":
+        """Returns the same run with gradients in another element type."""
+        return replace(self, values={**self.values, "wire_type": wire_type})
+
     def with_workers(self, workers: int, device_ms: float | None = None) -> "Job":
         """Returns the same run for another number of workers and, for the default job, other waits."""
         task = self.values["task"]
@@ -44,9 +52,17 @@ class Job:
             task = {**task, "options": {**task["options"], "device_ms": device_ms}}
         return replace(self, values={**self.values, "task": task, "min_workers": 1, "start_workers": workers})
 
+    def with_topology(self, topology: str) -> "Job":
+        """Returns the same run with others who reduce gradients."""
+        return replace(self, values={**self.values, "topology": topology})
+
+    def reference(self) -> "Job":
+        """Returns the run whose final parameters all others must have: one worker, without waits."""
+        return self.with_workers(1, 0.0).with_topology("star")
+
     def key(self) -> str:
         """Returns a hash of everything that the final parameters follow from."""
-        digest = hashlib.sha256(json.dumps(self.with_workers(1, 0.0).values, sort_keys=True, default=str).encode())
+        digest = hashlib.sha256(json.dumps(self.reference().values, sort_keys=True, default=str).encode())
         for source in _SOURCES:
             path = ROOT / source
             for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:

@@ -55,6 +55,14 @@ def count_samples(commits: Sequence[CommitRecord], num_steps: int, batch: int) -
     return Samples(missing=int((used == 0).sum()), duplicated=int(np.maximum(used - 1, 0).sum()) + beyond)
 
 
+def rounding(wire_type: str) -> str:
+    """Returns why final parameters can't be compared with those of one worker; empty where they can."""
+    if wire_type == "float32":
+        return ""
+    past = ", and on what rounding kept back in each worker's steps before" if wire_type == "int8" else ""
+    return f"{wire_type} rounds the sums that workers send, so parameters depend on who computed what{past}"
+
+
 def steps_per_second(times: Sequence[float]) -> float:
     """Returns the rate from the first commit to the last."""
     return (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else 0.0

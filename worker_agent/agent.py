@@ -10,11 +10,13 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ayni.channels import open_channel
+from ayni.endpoints import parse_address
 from ayni.errors import RunEnded
 from ayni.logs import log_context
 from ayni.process import DONE, FAILED, Stopped, TemporaryFailure, load_token, on_signal
@@ -106,8 +108,14 @@ class Agent:
             _log.debug("traceback", exc_info=True)
             return FAILED
         self._check_signal()
-        join_config = job.join_config(self._config, self._name, token, address)
-        self._client = client = WorkerClient.connect(join_config, job.backend.gpu_count, job.backend.name)
+        join_config = replace(
+            job.join_config(self._config, self._name, token, address),
+            peer_address=self._peer_address(),
+            store_listen=self._store_host(job.config.topology),
+        )
+        self._client = client = WorkerClient.connect(
+            join_config, job.backend.gpu_count, job.backend.name, rounds=self._service.rounds
+        )
         client.on_offer(job.offered.offered)
         with self._leaving(client), self._attached(client, token):
             result = self._train(job, client, reporter)
@@ -222,6 +230,17 @@ class Agent:
     def _is_attached(self) -> bool:
         config = self._config
         return is_needed(config.attach, config.listen, config.coordinator)
+
+    def _peer_address(self) -> str:
+        """Returns where other workers dial this one; empty where that would lead them to themselves."""
+        assert self._service
+        is_hidden = is_needed("auto", self._config.listen, self._config.coordinator)
+        return "" if is_hidden else self._service.worker.address
+
+    def _store_host(self, topology: str) -> str:
+        """Returns where to open a store for rendezvous; empty where none is needed, or nobody could dial it."""
+        is_needed_here = topology == "torch" and self._peer_address()
+        return parse_address(self._config.listen).host if is_needed_here else ""
 
     def _membership(self) -> WorkerClient:
         assert self._client

@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -33,7 +34,9 @@ from worker_agent.rejoining import Patience, Rejoining
 from worker_agent.same_host import SharedVectors
 from worker_agent.seed_calls import SeedCalls
 from worker_agent.session import Commit, MicrobatchStats, OnExchange, Report, ShardAssignment, Vector
+from worker_agent.slice_rounds import SliceRounds
 from worker_agent.standing import Standing
+from worker_agent.taking_part import take_part
 
 __all__ = ["ClientConfig", "WorkerClient"]
 
@@ -57,13 +60,14 @@ class WorkerClient(SeedCalls):
         self._on_exchange: OnExchange | None = None
 
     @classmethod
-    def connect(cls, config: ClientConfig, gpu_count: int, backend: str) -> Self:
+    def connect(cls, config: ClientConfig, gpu_count: int, backend: str, *, rounds: SliceRounds | None = None) -> Self:
         """Joins a run.
 
         Args:
             config: where and as whom.
             gpu_count: accelerators of this worker; 0 with backend "cpu".
             backend: "cuda", "wgpu" or "cpu".
+            rounds: slices that this worker reduces for others, where a server of its own serves them already.
 
         Raises:
             AyniError: the coordinator refused (`TokenRefused`, `Incompatible`, `IdentityTaken`, ...).
@@ -74,7 +78,7 @@ class WorkerClient(SeedCalls):
         if config.gradients not in ("auto", "grpc"):
             raise SettingsError(f'gradients must be "auto" or "grpc", not {config.gradients!r}')
         network = bridge.shared()
-        joining = _join(config, gpu_count, backend)
+        joining = _join(config, gpu_count, backend, rounds)
         presence = network.wait(joining, _seconds(config.connect_timeout), f"Join at {config.coordinator}")
         return cls(config, network, presence)
 
@@ -97,8 +101,9 @@ class WorkerClient(SeedCalls):
 
     @property
     def wire_type(self) -> str:
-        """Element type that gradients travel in."""
-        return self._presence.member.membership.wire_type
+        """Element type that gradients of the last lease travel in; before the first, of the next one."""
+        member = self._presence.member
+        return (member.taken.wire_type if member.taken else "") or member.membership.wire_type
 
     @property
     def traffic(self) -> Traffic:
@@ -256,13 +261,14 @@ class WorkerClient(SeedCalls):
 
     def _contribute(self, offer: Offer) -> "Future[Vector]":
         contributions.check(offer)
-        spec = TensorSpec(dtype=self.wire_type, num_elements=offer.out.size, component_sizes=offer.component_sizes)
+        dtype = offer.assignment.wire_type or self.wire_type
+        spec = TensorSpec(dtype=dtype, num_elements=offer.out.size, component_sizes=offer.component_sizes)
         return self._submit(self._mean(offer, spec, time.perf_counter()))
 
     async def _mean(self, offer: Offer, spec: TensorSpec, handed_over: float) -> Vector:
         begin = messages.begin_frame(self._presence.member.membership.worker_id, offer, spec)
         out = None if offer.assignment.extra else offer.out
-        contribution = Contribution(name=offer.name, begin=begin, spec=spec, parts=offer.parts, out=out)
+        contribution = Contribution(name=offer.name, begin=begin, spec=spec, parts=offer.parts, out=out, offer=offer)
         outcome = await self._presence.contribute(offer.assignment, offer.bucket, contribution)
         if self._on_exchange:
             self._on_exchange(contributions.exchange_of(offer, handed_over, outcome.times))
@@ -282,7 +288,7 @@ class WorkerClient(SeedCalls):
         return bridge.wait(future, _seconds(self._config.exchange_timeout), what)
 
 
-async def _join(config: ClientConfig, gpu_count: int, backend: str) -> Presence:
+async def _join(config: ClientConfig, gpu_count: int, backend: str, rounds: SliceRounds | None) -> Presence:
     def dial() -> Coordinator:
         channel = open_channel(
             config.coordinator, config.token, config.tls, config.insecure, keepalive=config.keepalive
@@ -299,8 +305,19 @@ async def _join(config: ClientConfig, gpu_count: int, backend: str) -> Presence:
         vectors=SharedVectors(is_wanted=config.gradients == "auto"),
     )
     patience = Patience(exchange=config.exchange_timeout, rejoin=config.rejoin_timeout)
-    presence = Presence(Rejoining(dial, facts, standing, patience), standing, patience)
-    await presence.join(config.connect_timeout)
+    try:
+        await take_part(config, standing, rounds, backend)
+        facts = replace(
+            facts,
+            peer_address=standing.peers.address,
+            store_address=standing.peers.store_address,
+            topologies=standing.peers.topologies,
+        )
+        presence = Presence(Rejoining(dial, facts, standing, patience), standing, patience)
+        await presence.join(config.connect_timeout)
+    except BaseException:
+        await standing.peers.close()
+        raise
     return presence
 
 

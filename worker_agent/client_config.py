@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-from ayni.endpoints import ClientTls, Keepalive
+from ayni.endpoints import ClientTls, Keepalive, ServerTls
 from ayni.step_values import Origin
 
 
@@ -70,6 +70,16 @@ class ClientConfig:
     """Most micro-batches of one step that this worker takes; 0 for no limit."""
     memory_bytes: int = 0
     """Memory that this worker computes in; 0 for not said."""
+    peer_address: str = ""
+    """Where other workers dial this one to have slices reduced, where the run's workers reduce among themselves; empty:
+    the address of `peer_listen`. A worker that nobody can dial reduces nothing for others."""
+    peer_listen: str = ""
+    """Where to listen for that, host:port, where no agent of this worker listens already. Empty: nowhere."""
+    server_tls: ServerTls = field(default_factory=ServerTls)
+    """TLS of what listens at `peer_listen`."""
+    store_listen: str = ""
+    """Host, without a port, at which to open a store where groups of torch.distributed find one another, in a run of
+    topology "torch". Empty: none, and no part in such a run."""
     gradients: str = "auto"
     """How gradients travel: "auto" through memory shared with the coordinator where it runs on this host, as the same
     user; "grpc" always over gRPC."""

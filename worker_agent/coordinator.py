@@ -50,6 +50,8 @@ class Coordinator:
         self._stub = CoordinatorServiceStub(channel)
         self._streams = {kind: channel.stream_stream(f"/{SERVICE}/{name}") for kind, name in _METHODS.items()}
         self.worker_id = -1
+        self.chunk_bytes = 0
+        """Length of chunks in the run; 0 for not said."""
         self._lanes: Lanes | None = None
 
     async def close(self) -> None:
@@ -70,7 +72,7 @@ class Coordinator:
         with translated("Join", self.address):
             membership = messages.membership(await self._stub.Join(request, timeout=within.total_seconds()))
         self._channel.headers["ayni-session"] = membership.session
-        self.worker_id = membership.worker_id
+        self.worker_id, self.chunk_bytes = membership.worker_id, membership.chunk_bytes
         if membership.chunk_bytes and self._lanes is None:
             call = self._channel.stream_stream(f"/{SERVICE}/Lanes")()
             self._lanes = Lanes(call, self.address, membership.chunk_bytes)

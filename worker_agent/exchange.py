@@ -24,6 +24,7 @@ from ayni.frames import CHUNK_FIELD, ChunkView, SharedRange, decode_frame, encod
 from ayni.tensors import TensorSpec
 from ayni.v1 import coordinator_pb2 as pb
 from worker_agent.chunks import MeanBuffer, Vector, slices
+from worker_agent.contributions import Offer
 from worker_agent.faults import TransportBroken
 from worker_agent.lanes import Lane, Stream
 from worker_agent.same_host import SameHost, SharedParts, add_shared
@@ -53,6 +54,8 @@ class Contribution:
     """One vector for each tree node of the shard, shape [N]; None for a node without weight."""
     out: Vector | None
     """Receives the mean, shape [N]; None where none is sent."""
+    offer: Offer | None = None
+    """What it was made of; None for a part of one."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -93,7 +96,11 @@ class _Passing:
 
 
 async def exchange(
-    dial: Dial, contribution: Contribution, traffic: Traffic, same_host: SameHost | None = None
+    dial: Dial,
+    contribution: Contribution,
+    traffic: Traffic,
+    same_host: SameHost | None = None,
+    chunk_bytes: int = 0,
 ) -> Outcome:
     """Contributes to one reduction and receives its mean.
 
@@ -103,17 +110,19 @@ async def exchange(
             sent that the coordinator holds already.
         traffic: is added to.
         same_host: what is shared with the coordinator; None for nothing.
+        chunk_bytes: length of a chunk in this run; 0 for not known.
 
     Raises:
         AyniError: the coordinator sent something wrong, or refused.
         grpc.aio.AioRpcError: the coordinator refused, or the transport broke.
         TransportBroken: the stream ended without a verdict.
     """
-    shared = await same_host.regions() if same_host and contribution.spec.dtype == "float32" else None
+    spec = contribution.spec
+    is_shared = spec.dtype == "float32" or chunk_bytes > 0
+    shared = await same_host.regions() if same_host and is_shared else None
     parts = SharedParts(shared, same_host.vectors) if shared and same_host else None
     try:
-        places = await parts.place(_present(contribution.parts)) if parts else None
-        spec = contribution.spec
+        places = await parts.place(_present(contribution.parts), spec.dtype, chunk_bytes) if parts else None
         call = dial(spec.num_elements * tensors.position_bytes(spec.dtype) if places is None else 0)
         try:
             return await _Exchange(call, contribution, shared, traffic).run(places)

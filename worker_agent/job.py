@@ -127,6 +127,9 @@ class Builder:
             raise ValueError("its run file names no task, so its workers are scripts of their own (see WorkerClient)")
         _log.info("loading task %s", run_config.task.name)
         began = time.monotonic()
+        if run_config.topology == "torch":
+            # Of every peer that goes away c10d tells with pages of addresses; the exchange says it in a sentence.
+            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         import torch
 
         from worker_agent import backend

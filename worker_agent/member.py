@@ -32,8 +32,9 @@ from worker_agent.attempt import Attempt, Held
 from worker_agent.coordinator import Coordinator
 from worker_agent.exchange import Contribution, Outcome
 from worker_agent.faults import TransportBroken
+from worker_agent.groups import Groups
 from worker_agent.heart import Heart
-from worker_agent.messages import Frame, Membership, Revoked, Shutdown, StateOffer, Waiting
+from worker_agent.messages import Frame, Membership, Regroup, Revoked, Shutdown, StateOffer, Waiting
 from worker_agent.news import News, voided
 from worker_agent.repeating import Repeating
 from worker_agent.same_host import SameHost
@@ -82,8 +83,9 @@ class Member:
         self._leaving = False
         self._changes = ChangeLogger(_log)
         self._same_host = SameHost(membership.shared_memory, membership.session, standing.vectors)
-        self._repeating = Repeating(coordinator, self.news, standing, self._same_host)
         self._heart = Heart(coordinator, membership, standing, self._changes)
+        repeating = Repeating(coordinator, self.news, standing, self._same_host)
+        self._groups = Groups(repeating, membership, standing, self._heart.beat_now)
 
     @property
     def taken(self) -> ShardAssignment | None:
@@ -119,6 +121,7 @@ class Member:
                 await self._attempt.stop(
                     voided(self._attempt.primary.assignment, "the worker went on to what came next")
                 )
+                await self._groups.ended()
             assignment = self.news.take()
             if assignment:
                 self._heart.taken, self._attempt = assignment, Attempt(assignment)
@@ -138,7 +141,7 @@ class Member:
         task = _current_task()
         held.contributions.add(task)
         try:
-            work = partial(self._repeating.contribute, bucket, contribution)
+            work = partial(self._groups.reduce, bucket, contribution)
             return await self._guarded(held, work, f"the mean of {contribution.name}")
         except BaseException:
             # Before anybody hears of it, and may write to the parts again.
@@ -211,6 +214,7 @@ class Member:
         """Ends all work and the connection, without a goodbye."""
         if self._attempt:
             await self._attempt.stop(voided(self._attempt.primary.assignment, reason))
+        await self._groups.close()
         for life in self._lives:
             life.cancel()
         await asyncio.gather(*self._lives, return_exceptions=True)
@@ -230,7 +234,7 @@ class Member:
         await asyncio.gather(*(asyncio.shield(task) for task in held.contributions))
         held.asked = report
         try:
-            commit = await self._repeating.commit(held.assignment, report)
+            commit = await self._groups.commit(held.assignment, report)
         except (UnknownWorker, TransportBroken):
             raise
         except AyniError:
@@ -360,9 +364,13 @@ class Member:
         if isinstance(frame, ShardAssignment):
             if not frame.extra:
                 self.news.waiting_for = f"step {frame.step} attempt {frame.attempt} is in progress"
+            self._groups.told(frame)
             self.news.assign(frame)
+        elif isinstance(frame, Regroup):
+            self._groups.regroup(frame)
         elif isinstance(frame, Revoked):
             self.news.revoke(frame.lease_id)
+            self._groups.revoke(frame.lease_id)
             if self._attempt:
                 self._attempt.revoke(frame.lease_id, frame.reason)
         elif isinstance(frame, StateOffer):

@@ -10,9 +10,9 @@ from datetime import timedelta
 from ayni.blocks.metadata import WorkerMetadata
 from ayni.blocks.metadata_messages import metadata_of
 from ayni.errors import AyniError
-from ayni.messages import dtype_enum, dtype_name, origin_message, times_message
+from ayni.messages import dtype_enum, dtype_name, group_of, origin_message, slice_message, times_message
 from ayni.shm.host import HostIdentity, SharedMemoryOffer
-from ayni.step_values import Origin
+from ayni.step_values import ExchangeGroup, Origin
 from ayni.tensors import TensorSpec, scale_block_elements
 from ayni.v1 import coordinator_pb2 as pb
 from ayni.v1 import tensor_pb2
@@ -55,6 +55,11 @@ class JoinFacts:
     elastic: bool = False
     max_microbatches: int = 0
     memory_bytes: int = 0
+    peer_address: str = ""
+    store_address: str = ""
+    topologies: tuple[str, ...] = ()
+    follows_wire_type: bool = True
+    """Whether it contributes in the type that each lease says."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,6 +90,12 @@ class SignOfLife:
     """Where the last of them came from."""
     failed_offer: FailedOffer = NO_FAILURE
     """Offer that it could not take."""
+    generation: int = 0
+    """Exchange group that the next two speak of; 0 for none."""
+    contributed_leases: tuple[int, ...] = ()
+    """Leases whose contributions have left whole."""
+    lost_owners: tuple[int, ...] = ()
+    """Owners that this worker could not reach."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,6 +113,18 @@ class Membership:
     """Where memory can be shared with the coordinator; None where it can't."""
     chunk_bytes: int = 0
     """Length of chunks; 0 for not said, by a coordinator that knows no lanes."""
+    topology: str = ""
+    """How gradients are reduced; "auto" where that may change from step to step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Regroup:
+    """Others reduce the gradients of an attempt among themselves from now on."""
+
+    step: int
+    attempt: int
+    group: ExchangeGroup
+    reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,7 +172,7 @@ class Shutdown:
     """Name of the worker that writes the last checkpoint."""
 
 
-Frame = ShardAssignment | Waiting | Shutdown | Revoked | StateOffer
+Frame = ShardAssignment | Waiting | Shutdown | Revoked | StateOffer | Regroup
 """What the assignment stream says."""
 
 
@@ -185,6 +208,10 @@ def join_request(facts: JoinFacts, protocol_version: int) -> pb.JoinRequest:
         elastic=facts.elastic,
         max_microbatches=facts.max_microbatches,
         memory_bytes=facts.memory_bytes,
+        peer_address=facts.peer_address,
+        store_address=facts.store_address,
+        topologies=facts.topologies,
+        follows_wire_type=facts.follows_wire_type,
     )
 
 
@@ -200,6 +227,7 @@ def membership(message: pb.JoinResponse) -> Membership:
         wire_type=dtype_name(message.wire_type),
         shared_memory=shared_memory(message.shared_memory) if message.HasField("shared_memory") else None,
         chunk_bytes=message.chunk_bytes,
+        topology=message.topology,
     )
 
 
@@ -217,10 +245,16 @@ def assignment_frame(message: pb.ShardAssignmentResponse) -> Frame:
         return Revoked(lease_id=message.revoked.lease_id, reason=message.revoked.reason)
     if message.HasField("offer"):
         return _offer(message.offer)
+    if message.HasField("regroup"):
+        return _regroup(message.regroup)
     if message.HasField("shutdown"):
         said = message.shutdown
         return Shutdown(reason=said.reason, finished=said.finished, checkpoint_writer=said.checkpoint_writer)
     return Waiting(reason=message.waiting.reason)
+
+
+def _regroup(message: pb.Regroup) -> Regroup:
+    return Regroup(step=message.step, attempt=message.attempt, group=group_of(message.group), reason=message.reason)
 
 
 def _offer(message: pb.StateOffer) -> StateOffer:
@@ -255,6 +289,8 @@ def _assignment(message: pb.Assignment) -> ShardAssignment:
         extra=message.extra,
         publish_state=message.publish_state,
         discard_state=message.discard_state,
+        group=group_of(message.group) if message.HasField("group") else None,
+        wire_type=dtype_name(message.wire_type) if message.wire_type else "",
     )
 
 
@@ -303,6 +339,8 @@ def commit_request(worker_id: int, assignment: ShardAssignment, report: Report) 
         following=report.following,
         square_sum=report.square_sum,
         origin=origin_message(report.origin),
+        generation=report.generation,
+        slices=[slice_message(taken) for taken in report.slices],
     )
 
 
@@ -347,4 +385,7 @@ def heartbeat_request(worker_id: int, sign: SignOfLife) -> pb.HeartbeatRequest:
         failed_offer_id=sign.failed_offer.offer_id,
         failed_offer_reason=sign.failed_offer.reason,
         offered_state_is_damaged=sign.failed_offer.is_damaged,
+        generation=sign.generation,
+        contributed_leases=sign.contributed_leases,
+        lost_owners=sign.lost_owners,
     )

@@ -204,6 +204,7 @@ class Presence:
             await member.abandon(reason)
         else:
             await member.leave(reason, parameters_sha256)
+        await self.standing.peers.close()
 
     async def _next(self) -> ShardAssignment | None:
         while True:

@@ -82,4 +82,5 @@ class Repeating:
     async def _contribute(self, bucket: Bucket, contribution: Contribution) -> Outcome:
         with translated(f"the stream of {contribution.name}", self._coordinator.address):
             dial = partial(self._coordinator.reduction, bucket)
-            return await exchange(dial, contribution, self._standing.traffic, self._same_host)
+            chunk_bytes = self._coordinator.chunk_bytes
+            return await exchange(dial, contribution, self._standing.traffic, self._same_host, chunk_bytes)

@@ -1,9 +1,10 @@
 """Gradients through memory that this worker shares with a coordinator of its host.  [shell]
 
 Where the two can share memory, frames say where bytes lie instead of carrying them. Vectors that were made for it
-(`WorkerClient.new_vector`) are read by the coordinator in place; any other one is copied into a region first. A region
-must stay as it is until nobody can read it any more: until the bucket's mean is complete, or the contribution was given
-up, which `give_up` says in the region's header before anybody may write there again.
+(`WorkerClient.new_vector`) are read by the coordinator in place; any other one is copied into a region first, and where
+the wire type rounds, the bytes that would travel are put into one, chunk after chunk. A region must stay as it is until
+nobody can read it any more: until the bucket's mean is complete, or the contribution was given up, which `give_up` says
+in the region's header before anybody may write there again.
 
 Belongs to the event loop, except for `SharedVectors`, which any thread may use.
 """
@@ -11,15 +12,17 @@ Belongs to the event loop, except for `SharedVectors`, which any thread may use.
 import asyncio
 import logging
 from collections.abc import Iterable, Mapping
+from functools import partial
 
 import numpy as np
 
+from ayni import tensors
 from ayni.errors import AyniError
 from ayni.frames import ChunkView, SharedRange
 from ayni.shm.host import SharedMemoryOffer
 from ayni.shm.memory import can_share
 from ayni.shm.regions import Region, Regions
-from worker_agent.chunks import MeanBuffer, Vector
+from worker_agent.chunks import MeanBuffer, Vector, slices
 from worker_agent.faults import TransportBroken
 from worker_agent.shared_regions import SharedRegions
 
@@ -54,19 +57,34 @@ class SharedVectors:
             if found:
                 found[0].renew()
 
-    def stage(self, vector: Vector) -> Region:
-        """Returns a region with a copy of a vector. Blocks the calling thread while it copies.
+    def stage(self, vector: Vector, dtype: str, chunk_bytes: int) -> Region:
+        """Returns a region with a vector's bytes as they travel, chunk after chunk. Blocks the calling thread.
+
+        Args:
+            vector: shape [N].
+            dtype: element type on the wire.
+            chunk_bytes: length of a chunk; see `slices`.
 
         Raises:
             TooLarge, StorageFailed: there is no memory for it.
+            BadRequest: chunks of such a length are not possible.
         """
+        pieces = list(slices(vector.size, dtype, chunk_bytes, [0]))
+        region, begin = self._take(tensors.payload_bytes(vector.size, dtype)), 0
+        for piece in pieces:
+            values_C = vector[piece.start : piece.stop]
+            end = begin + tensors.payload_bytes(values_C.size, dtype)
+            tensors.encode_into(values_C, dtype, region.bytes[begin:end])
+            begin = end
+        return region
+
+    def _take(self, num_bytes: int) -> Region:
         try:
             # Several threads stage at a time: whether one is free and taking it is one step.
-            region = self._staging.get(vector.nbytes, []).pop()
+            region = self._staging.get(num_bytes, []).pop()
         except IndexError:
-            region = self.regions.allocate(vector.nbytes)
+            region = self.regions.allocate(num_bytes)
         region.renew()
-        region.bytes[:] = vector.view(np.uint8)
         return region
 
     def unstage(self, region: Region) -> None:
@@ -127,34 +145,50 @@ class SharedParts:
         """Starts without parts."""
         self._shared = shared
         self._vectors = vectors
-        self._staged: list[Region] = []
+        self._staged: list[asyncio.Future[Region]] = []
 
-    async def place(self, parts: Mapping[int, Vector]) -> dict[int, SharedRange] | None:
+    async def place(self, parts: Mapping[int, Vector], dtype: str, chunk_bytes: int) -> dict[int, SharedRange] | None:
         """Returns where the coordinator finds each part, none of which may change before `close`.
 
         None where they can't be shared: then they have to be sent.
+
+        Args:
+            parts: by number.
+            dtype: element type on the wire.
+            chunk_bytes: length of a chunk.
         """
         try:
-            return {index: await self._place(part) for index, part in parts.items()}
+            return {index: await self._place(part, dtype, chunk_bytes) for index, part in parts.items()}
         except AyniError as error:
             _log.warning("a contribution travels over gRPC: %s", error)
             return None
 
-    async def _place(self, part: Vector) -> SharedRange:
-        found = self._vectors.regions.find(part)
-        if found is None:
-            region, offset = await asyncio.to_thread(self._vectors.stage, part), 0
-            self._staged.append(region)
-        else:
-            region, offset = found
+    async def _place(self, part: Vector, dtype: str, chunk_bytes: int) -> SharedRange:
+        found = self._vectors.regions.find(part) if dtype == "float32" else None
+        region, offset = found or (await self._stage(part, dtype, chunk_bytes), 0)
         generation = region.generation
         await self._shared.lend(region)
-        return SharedRange(region.id, offset, part.nbytes, generation)
+        return SharedRange(region.id, offset, tensors.payload_bytes(part.size, dtype), generation)
 
     def close(self) -> None:
         """Takes copies back; the coordinator reads them no more, or must not use what it reads."""
         while self._staged:
-            self._vectors.unstage(self._staged.pop())
+            staged = self._staged.pop()
+            if staged.done():
+                self._unstage(staged)
+            else:
+                staged.add_done_callback(self._unstage)
+
+    async def _stage(self, part: Vector, dtype: str, chunk_bytes: int) -> Region:
+        """Copies a part on a thread. Whoever gives up waiting stops no copy: `close` takes it back when it is there."""
+        stage = partial(self._vectors.stage, part, dtype, chunk_bytes)
+        staged = asyncio.get_running_loop().run_in_executor(None, stage)
+        self._staged.append(staged)
+        return await asyncio.shield(staged)
+
+    def _unstage(self, staged: "asyncio.Future[Region]") -> None:
+        if not staged.cancelled() and staged.exception() is None:
+            self._vectors.unstage(staged.result())
 
 
 async def add_shared(shared: SharedRegions | None, mean: MeanBuffer, chunk: ChunkView, place: SharedRange) -> None:

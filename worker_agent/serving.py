@@ -16,7 +16,10 @@ from worker_agent.block_engines import announce, make_engines
 from worker_agent.blocks.engines.grpc_engine import Relays
 from worker_agent.blocks.worker import LocalBlockWorker
 from worker_agent.blocks_config import BlocksConfig
+from worker_agent.peer_service import SERVICE as PEER_SERVICE
+from worker_agent.peer_service import PeerServicer
 from worker_agent.service import SERVICE, WorkerServicer
+from worker_agent.slice_rounds import SliceRounds
 
 _GRACE_S = 2.0
 
@@ -46,6 +49,8 @@ class BlockService:
     worker: LocalBlockWorker
     servicer: WorkerServicer
     """Answers the calls that come through the server; others may come through an attachment."""
+    rounds: SliceRounds = field(default_factory=SliceRounds)
+    """Slices that it reduces for other workers; served beside the blocks."""
     relays: Relays = field(default_factory=dict)
     """Peers that this worker reaches through somebody else."""
 
@@ -73,12 +78,14 @@ async def block_service(config: ServiceConfig) -> AsyncIterator[BlockService]:
     try:
         servicer = WorkerServicer(worker, worker.lending)
         servicer.add_to(server)
-        health = await add_health_and_reflection(server, [SERVICE.full_name])
+        rounds = SliceRounds()
+        PeerServicer(rounds).add_to(server)
+        health = await add_health_and_reflection(server, [SERVICE.full_name, PEER_SERVICE.full_name])
         worker.bound = bind(server, config.listen, config.server_tls, config.insecure)
         worker.address = _dialable(worker.bound)
         announce(engines, worker.address, config.server_tls.is_on, worker.notify)
         await server.start()
-        yield BlockService(worker=worker, servicer=servicer, relays=relays)
+        yield BlockService(worker=worker, servicer=servicer, rounds=rounds, relays=relays)
         await health.enter_graceful_shutdown()
     finally:
         await server.stop(grace=_GRACE_S)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ayni import order
 from ayni.buckets import Bucket
-from ayni.step_values import Commit, MicrobatchStats, Origin, Report, StepTimes
+from ayni.step_values import Commit, ExchangeGroup, MicrobatchStats, Origin, Report, StepTimes
 
 __all__ = [
     "BucketExchange",
@@ -64,6 +64,10 @@ class ShardAssignment:
     """Whether another worker lacks the state that this one has after the step: publish it after the update."""
     discard_state: bool = False
     """Whether the parameters were found to differ from the other workers': follow until there is another state."""
+    group: ExchangeGroup | None = None
+    """Who reduces this attempt's gradients among themselves, when the lease was given; None: the coordinator does."""
+    wire_type: str = ""
+    """Element type that contributions to the step travel in; empty for not said: the run's."""
 
     @property
     def origin(self) -> Origin:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from ayni.step_values import Origin
 from worker_agent.changes import Change
 from worker_agent.exchange import Traffic
+from worker_agent.group_exchange import Peers
 from worker_agent.messages import NO_FAILURE, FailedOffer, SignOfLife
 from worker_agent.same_host import SharedVectors
 from worker_agent.session import Commit, Report, ShardAssignment
@@ -41,6 +42,14 @@ class Standing:
     traffic: Traffic = field(default_factory=Traffic)
     vectors: SharedVectors = field(default_factory=SharedVectors)
     """What a coordinator of this host can read in place."""
+    peers: Peers = field(default_factory=Peers)
+    """How it takes part in exchanges among workers."""
+    generation: int = 0
+    """Exchange group that the next two speak of; 0 for none."""
+    contributed_leases: tuple[int, ...] = ()
+    """Leases whose contributions have left whole."""
+    lost_owners: tuple[int, ...] = ()
+    """Owners that it could not reach."""
 
     @property
     def writes_checkpoints(self) -> bool:
@@ -69,4 +78,7 @@ class Standing:
             completed_steps=self.completed_steps if self.elastic else 0,
             origin=self.origin if self.elastic else None,
             failed_offer=self.failed_offer,
+            generation=self.generation,
+            contributed_leases=self.contributed_leases,
+            lost_owners=self.lost_owners,
         )

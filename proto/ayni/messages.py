@@ -4,7 +4,9 @@ from datetime import timedelta
 
 from google.protobuf.duration_pb2 import Duration
 
-from ayni.step_values import Origin, StepTimes
+from ayni.buckets import FLAT, NON_BLOCK_COMPONENTS, Bucket
+from ayni.errors import BadRequest
+from ayni.step_values import ExchangeGroup, GroupMember, Origin, SliceDigest, StepTimes
 from ayni.v1 import coordinator_pb2 as pb
 from ayni.v1 import tensor_pb2
 
@@ -57,3 +59,98 @@ def origin_message(origin: Origin | None) -> pb.StateOrigin | None:
 def times_message(times: StepTimes) -> pb.StepTimes:
     """Returns where a worker's time went, as a message."""
     return pb.StepTimes(**{part: duration(getattr(times, part)) for part in _PARTS})
+
+
+def bucket_message(bucket: Bucket) -> pb.BucketName:
+    """Returns the name of a bucket as a message."""
+    if bucket.kind == "block":
+        return pb.BucketName(block_index=bucket.index)
+    if bucket.kind == "non_block":
+        number = bucket.index + 1
+        return pb.BucketName(component=pb.NonBlockComponent.Name(number))  # type: ignore[arg-type]
+    return pb.BucketName(flat=True)
+
+
+def bucket_of(message: pb.BucketName) -> Bucket:
+    """Returns which bucket a message names.
+
+    Raises:
+        BadRequest: none, or a component that does not exist.
+    """
+    kind = message.WhichOneof("bucket")
+    if kind == "block_index":
+        return Bucket("block", message.block_index)
+    if kind == "component" and 1 <= message.component <= len(NON_BLOCK_COMPONENTS):
+        return Bucket("non_block", message.component - 1)
+    if kind != "flat":
+        named = f"component {message.component}" if kind else "nothing"
+        raise BadRequest(f"{named} is no bucket", field="bucket")
+    return FLAT
+
+
+def group_message(group: ExchangeGroup) -> pb.ExchangeGroup:
+    """Returns an exchange group as a message."""
+    members = [
+        pb.GroupMember(
+            worker_id=member.worker_id,
+            worker_name=member.worker_name,
+            address=member.address,
+            is_owner=member.is_owner,
+            store_address=member.store_address,
+        )
+        for member in group.members
+    ]
+    return pb.ExchangeGroup(
+        generation=group.generation,
+        topology=group.topology,
+        members=members,
+        secret=group.secret,
+        chunk_bytes=group.chunk_bytes,
+    )
+
+
+def group_of(message: pb.ExchangeGroup) -> ExchangeGroup:
+    """Returns an exchange group."""
+    members = tuple(
+        GroupMember(
+            worker_id=member.worker_id,
+            worker_name=member.worker_name,
+            address=member.address,
+            is_owner=member.is_owner,
+            store_address=member.store_address,
+        )
+        for member in message.members
+    )
+    return ExchangeGroup(
+        generation=message.generation,
+        topology=message.topology,
+        members=members,
+        secret=message.secret,
+        chunk_bytes=message.chunk_bytes,
+    )
+
+
+def slice_message(taken: SliceDigest) -> pb.SliceDigest:
+    """Returns what was taken down of a slice as a message."""
+    return pb.SliceDigest(
+        bucket=bucket_message(taken.bucket),
+        first_element=taken.first_element,
+        num_elements=taken.num_elements,
+        digests=taken.digests,
+        squares=taken.squares,
+    )
+
+
+def slice_of(message: pb.SliceDigest) -> SliceDigest:
+    """Returns what was taken down of a slice.
+
+    Raises:
+        BadRequest: it names no bucket.
+    """
+    return SliceDigest(
+        bucket=bucket_of(message.bucket),
+        first_element=message.first_element,
+        num_elements=message.num_elements,
+        digests=message.digests,
+        squares=tuple(message.squares),
+    )

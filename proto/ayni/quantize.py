@@ -50,10 +50,16 @@ def num_elements(num_bytes: int) -> int:
     return count
 
 
-def quantize(values_C: Floats) -> Payload:
-    """Returns the payload that stands for float32 values (one pass, a new buffer)."""
+def quantize(values_C: Floats, out: Payload | None = None) -> Payload:
+    """Returns the payload that stands for float32 values (one pass).
+
+    Args:
+        values_C: shape [C].
+        out: where the payload goes, of exactly its length; None for a new buffer.
+    """
     count, num_blocks = values_C.size, _num_blocks(values_C.size)
-    payload = np.empty(payload_bytes(count), np.uint8)
+    payload = np.empty(payload_bytes(count), np.uint8) if out is None else out
+    assert payload.size == payload_bytes(count), f"a payload of {count} elements is put into {payload.size} bytes"
     scales_B = payload[: num_blocks * _SCALE.itemsize].view(_SCALE)
     codes_C = payload[num_blocks * _SCALE.itemsize :].view(np.int8)
     for blocks, elements, size in _runs(count):
@@ -81,6 +87,14 @@ def dequantize(payload: bytes | memoryview | Payload, count: int, out_C: Floats 
     for blocks, elements, size in _runs(count):
         _dequantize_blocks(scales_B[blocks], codes_C[elements].reshape(-1, size), values_C[elements].reshape(-1, size))
     return values_C
+
+
+def is_finite(payload: memoryview | Payload, count: int) -> bool:
+    """Returns whether a payload of so many elements stands for finite values only; looks at codes only if in doubt."""
+    scales_B = np.frombuffer(payload, _SCALE, _num_blocks(count))
+    with np.errstate(invalid="ignore", over="ignore"):
+        tops_B = scales_B * -np.float32(_NAN_CODE)
+    return bool(np.isfinite(tops_B).all()) or bool(np.isfinite(dequantize(payload, count)).all())
 
 
 def _quantize_blocks(values_BK: Floats, scales_B: Floats, codes_BK: Codes) -> None:

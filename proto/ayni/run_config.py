@@ -14,6 +14,9 @@ LARGEST_MICROBATCHES = 1 << 16
 LARGEST_STEPS = 1 << 31
 """Bounds that keep every sample position and count well inside 64 bits."""
 
+TOPOLOGIES = ("star", "sharded", "torch", "auto")
+"""Who may reduce gradients."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskConfig:
@@ -212,6 +215,10 @@ class RunConfig:
     wire_type: str = "float32"
     """Element type of gradients on the wire: "float32" (exact), "bfloat16", "float16", or "int8": one byte and a scale
     for every 256 elements out, with what rounding keeps back sent in the next step, and the mean in bfloat16."""
+    topology: str = "star"
+    """Who reduces gradients: "star" the coordinator; "sharded" the workers, each its slice of every bucket, with the
+    same bytes; "torch" a torch.distributed process group, where the bytes depend on who computed what; "auto" star or
+    sharded, whichever the measured links promise to be faster."""
     audit_every: int = 1
     """Steps between comparisons of all workers' parameter hashes. 0: only before the first step."""
     non_finite: str = "halt"
@@ -249,6 +256,7 @@ class RunConfig:
         _one_of("non_finite", self.non_finite, ("halt", "skip", "quarantine"))
         _at_least("quarantine_after", self.quarantine_after, 1)
         _one_of("wire_type", self.wire_type, WIRE_DTYPES)
+        _one_of("topology", self.topology, TOPOLOGIES)
         if self.start_workers and self.start_workers < self.min_workers:
             raise ValueError(f"start_workers ({self.start_workers}) is less than min_workers ({self.min_workers})")
         if self.local_update.enabled and not self.batch.microbatches:

@@ -1,7 +1,9 @@
 """What both sides say of a step: its micro-batches, where time went, and its commit.  [core]"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from ayni.buckets import Bucket
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +57,62 @@ class Report:
     """Sum of the squares of what it contributed, over all parts and buckets; 0 for not said."""
     origin: Origin | None = None
     """Where the last update came from of the parameters that it had; None for not said."""
+    generation: int = 0
+    """Exchange group under which it contributed and received the means; 0 where the coordinator reduces."""
+    slices: tuple["SliceDigest", ...] = ()
+    """What it took down of the slices that it owns; on its first lease of the attempt only."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupMember:
+    """One worker of an exchange group."""
+
+    worker_id: int
+    worker_name: str
+    address: str = ""
+    """Where other workers can dial it to have a slice reduced; empty when nobody can."""
+    is_owner: bool = False
+    """Whether it reduces slices; with topology "torch", whether its sums count."""
+    store_address: str = ""
+    """Where its rendezvous store listens; empty unless the topology is "torch"."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExchangeGroup:
+    """Workers that reduce the gradients of one attempt among themselves."""
+
+    generation: int
+    """Numbers the groups of a run; only grows."""
+    topology: str
+    """"sharded" or "torch"."""
+    members: tuple[GroupMember, ...] = field(hash=False)  # There may be many, and the number says it all.
+    """All workers of the attempt that are left, by rank."""
+    secret: str = field(repr=False)
+    """What the members show one another."""
+    chunk_bytes: int
+    """Bytes of every chunk but a slice's last one."""
+
+    @property
+    def owners(self) -> tuple[GroupMember, ...]:
+        """Members that reduce slices, by rank."""
+        return tuple(member for member in self.members if member.is_owner)
+
+    def member(self, worker_id: int) -> GroupMember | None:
+        """Returns the member with this number, or None."""
+        return next((member for member in self.members if member.worker_id == worker_id), None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SliceDigest:
+    """What an owner took down of the mean of its slice of a bucket."""
+
+    bucket: Bucket
+    first_element: int
+    num_elements: int
+    digests: bytes
+    """XXH3-128 of every segment of the mean, one after the other; see `ayni.reduce.digest`."""
+    squares: tuple[float, ...]
+    """Floats whose exact sum is that of the squares of the mean."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,6 +21,7 @@ from ayni import quantize
 from ayni.errors import BadChunk
 
 Floats = npt.NDArray[np.float32]
+Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +61,11 @@ MEAN_DTYPES = ("float32", "bfloat16", "float16")
 
 WIRE_DTYPES = (*MEAN_DTYPES, "int8")
 """Element types that contributions travel in."""
+
+
+_NO_SIGN = np.uint16(0x7FFF)
+_INFINITE = {"bfloat16": 0x7F80, "float16": 0x7C00}
+"""Bits of the infinity of types with two bytes; NaN has larger ones, every finite number smaller ones."""
 
 
 def itemsize(dtype: str) -> int:
@@ -105,7 +111,16 @@ def encode(values_C: Floats, dtype: str) -> memoryview:
     return wire.view(np.uint8).data
 
 
-def decode(data: bytes | memoryview, dtype: str) -> Floats:
+def encode_into(values_C: Floats, dtype: str, out: Bytes) -> None:
+    """Writes the wire bytes of float32 values to `out`, which has exactly their length (one copy); see `encode`."""
+    if dtype == "int8":
+        quantize.quantize(values_C, out)
+        return
+    with np.errstate(over="ignore"):
+        out.view(DTYPES[dtype])[...] = values_C
+
+
+def decode(data: bytes | memoryview | Bytes, dtype: str) -> Floats:
     """Returns the float32 values of wire bytes, shape [C].
 
     Returns:
@@ -116,14 +131,8 @@ def decode(data: bytes | memoryview, dtype: str) -> Floats:
     """
     if dtype == "int8":
         return quantize.dequantize(data, quantize.num_elements(len(data)))
-    size = itemsize(dtype)
-    if len(data) % size:
-        raise BadChunk(
-            f"a chunk of {len(data)} bytes does not hold whole {dtype} elements of {size} bytes",
-            field="length",
-            expected=f"a multiple of {size}",
-            received=len(data),
-        )
+    if len(data) % itemsize(dtype):
+        raise _not_whole(len(data), dtype)
     return np.frombuffer(data, DTYPES[dtype]).astype(np.float32, copy=False)
 
 
@@ -147,7 +156,41 @@ def decode_into(data: bytes | memoryview, dtype: str, out_C: Floats) -> None:
         out_C[...] = np.frombuffer(data, DTYPES[dtype])
 
 
+def count_elements(num_bytes: int, dtype: str) -> int:
+    """Returns how many elements wire bytes of this length hold.
+
+    Raises:
+        BadChunk: they are no whole elements.
+    """
+    if dtype == "int8":
+        return quantize.num_elements(num_bytes)
+    count, rest = divmod(num_bytes, itemsize(dtype))
+    if rest:
+        raise _not_whole(num_bytes, dtype)
+    return count
+
+
+def is_finite(data: Bytes, dtype: str) -> bool:
+    """Returns whether wire bytes, which hold whole elements, stand for finite values only; without decoding them."""
+    if dtype == "int8":
+        return quantize.is_finite(data, quantize.num_elements(data.size))
+    if dtype == "float32":
+        return first_non_finite(data.view(DTYPES[dtype])) is None
+    bits = data.view(np.dtype("<u2")) & _NO_SIGN
+    return bool(bits.max(initial=0) < _INFINITE[dtype])
+
+
 def first_non_finite(values_C: Floats) -> int | None:
     """Returns the index of the first NaN or infinity, or None."""
     finite = np.isfinite(values_C)
     return None if finite.all() else int(np.argmin(finite))
+
+
+def _not_whole(num_bytes: int, dtype: str) -> BadChunk:
+    size = itemsize(dtype)
+    return BadChunk(
+        f"a chunk of {num_bytes} bytes does not hold whole {dtype} elements of {size} bytes",
+        field="length",
+        expected=f"a multiple of {size}",
+        received=num_bytes,
+    )

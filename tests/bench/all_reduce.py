@@ -1,9 +1,11 @@
 """Measures our all-reduce against Gloo's on the same processes, a copy, a bare socket, bare gRPC, and other programs.
 
-    python tests/bench/all_reduce.py --workers 2 --numel 1378050 [--repeat 20] [--path shm] [--wire float32] [--keep]
+    python tests/bench/all_reduce.py --workers 2 --numel 1378050 [--repeat 20] [--topology star] [--path shm]
+        [--wire float32] [--keep]
 
-Without --workers and --numel it measures 1,378,050 and 25,000,000 elements with 2 and 4 workers; without --path and
---wire float32 through shared memory, and float32 and bfloat16 over gRPC. torchft, Hivemind and Flower average the
+Without --workers and --numel it measures 1,378,050 and 25,000,000 elements with 2 and 4 workers; without --topology,
+--path and --wire a star in float32 through shared memory and in float32 and bfloat16 over gRPC, sharded in both, and
+torch. torchft, Hivemind and Flower average the
 smaller vector, each in an environment of its own below --cache-dir. Prints one JSON object to standard output and
 progress to standard error; docs/benchmarks.md says how to read it.
 """
@@ -24,14 +26,20 @@ from ayni.tensors import WIRE_DTYPES
 from tests.bench import report
 from tests.bench.peer_environments import CACHE, PeerFailed, environment_of
 from tests.bench.processes import BenchFailed
-from tests.bench.reduce_case import PATHS, Case, measure
+from tests.bench.reduce_case import PATHS, TOPOLOGIES, Case, measure
 from tests.bench.reduce_peers import PEERS, Peer, run_peer
 from tests.bench.reduce_rows import commit_seconds, rows_of, seconds_of
 
 WORKERS, NUMELS = (2, 4), (1_378_050, 25_000_000)
-KINDS = (("shm", "float32"), ("grpc", "float32"), ("grpc", "bfloat16"))
-"""Ways and element types that are measured unless one is asked for. Through memory only float32 goes."""
-NOT_YET = {"sharded": "there is no sharded exchange yet; its goals are 1.3 x Gloo in float32 and 0.9 x in bfloat16"}
+KINDS = (
+    ("star", "shm", "float32"),
+    ("star", "grpc", "float32"),
+    ("star", "grpc", "bfloat16"),
+    ("sharded", "grpc", "float32"),
+    ("sharded", "grpc", "bfloat16"),
+    ("torch", "grpc", "float32"),
+)
+"""Topologies, ways and element types that are measured unless one is asked for."""
 
 
 @dataclass
@@ -40,7 +48,7 @@ class Results:
 
     rows: list[dict] = field(default_factory=list)
     samples: dict = field(default_factory=dict)
-    not_measured: dict[str, str] = field(default_factory=lambda: dict(NOT_YET))
+    not_measured: dict[str, str] = field(default_factory=dict)
 
 
 def main() -> int:
@@ -97,14 +105,15 @@ def _peer_row(peer: Peer, case: Case, ours: list[dict], theirs: list[list[dict]]
 
 
 def _cases(given: argparse.Namespace) -> Iterator[Case]:
-    kinds = [kind for kind in KINDS if given.path in ("", kind[0]) and given.wire in ("", kind[1])]
+    asked = (given.topology, given.path, given.wire)
+    kinds = [kind for kind in KINDS if all(one in ("", its) for one, its in zip(asked, kind, strict=True))]
     if not kinds:
-        kinds = [(given.path or "grpc", given.wire)]
+        kinds = [(given.topology or "star", given.path or "grpc", given.wire)]
     for numel in [given.numel] if given.numel else NUMELS:
         for workers in [given.workers] if given.workers else WORKERS:
-            for path, wire in kinds:
+            for topology, path, wire in kinds:
                 repeat = given.repeat or (20 if numel < 10_000_000 else 8)
-                yield Case(workers=workers, numel=numel, repeat=repeat, wire=wire, path=path)
+                yield Case(workers=workers, numel=numel, repeat=repeat, wire=wire, path=path, topology=topology)
 
 
 def _arguments() -> argparse.Namespace:
@@ -112,6 +121,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=0, help="worker processes, 2 or more (default: 2, then 4)")
     parser.add_argument("--numel", type=int, default=0, help="elements of the vector (default: 1378050, then 25000000)")
     parser.add_argument("--repeat", type=int, default=0, help="repetitions that count (default: by size)")
+    parser.add_argument("--topology", choices=TOPOLOGIES, default="", help="who reduces (default: each)")
     parser.add_argument("--path", choices=PATHS, default="", help="how our gradients travel (default: both)")
     parser.add_argument("--wire", choices=WIRE_DTYPES, default="", help="element type on our wire (default: two)")
     names = ",".join(peer.name for peer in PEERS)
@@ -121,8 +131,10 @@ def _arguments() -> argparse.Namespace:
     given = parser.parse_args()
     if given.workers == 1 or min(given.workers, given.numel, given.repeat) < 0:
         parser.error("--workers must be at least 2, --numel and --repeat at least 1")
-    if given.path == "shm" and given.wire not in ("", "float32"):
-        parser.error("--path shm goes with --wire float32 only")
+    if given.topology not in ("", "star") and given.path == "shm":
+        parser.error("--path shm goes with --topology star only")
+    if given.topology == "torch" and given.wire not in ("", "float32"):
+        parser.error("--topology torch goes with --wire float32 only")
     given.peers = given.peers.split(",")
     return given
 

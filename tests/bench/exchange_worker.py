@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 
 from ayni.rpc import tune_allocator
+from ayni.tensors import WIRE_DTYPES
 from tests.bench.bare_grpc import Bare
 from tests.bench.contenders import DEADLINE, Contender, Copy, Gloo, Ours, Socket, repeats
-from tests.bench.reduce_case import DOWN_BYTES, UP_BYTES
+from tests.bench.reduce_case import DOWN_BYTES, TOPOLOGIES, UP_BYTES
 from worker_agent.client import ClientConfig, WorkerClient
 from worker_agent.session import Vector
 
@@ -46,7 +47,13 @@ def main() -> None:
         token=os.environ["AYNI_TOKEN"],
         worker_name=f"worker-{given.rank}",
         gradients="auto" if given.path == "shm" else "grpc",
+        wire_types=WIRE_DTYPES,
         insecure=given.insecure,
+        num_buckets=1,
+        # A worker that takes part in no exchange among workers is as simple as can be.
+        elastic=given.topology != "star",
+        peer_listen=f"{given.host}:0" if given.topology == "sharded" else "",
+        store_listen=given.host if given.topology == "torch" else "",
     )
     with WorkerClient.connect(config, 0, "cpu") as client:
         print(json.dumps(_measure_all(given, client)))
@@ -142,6 +149,7 @@ def _arguments() -> argparse.Namespace:
     for name in ("--coordinator-pid", "--rank", "--workers", "--numel", "--warm-up", "--repeat"):
         parser.add_argument(name, required=True, type=int)
     parser.add_argument("--path", choices=("shm", "grpc"), default="shm", help="how our gradients travel")
+    parser.add_argument("--topology", choices=TOPOLOGIES, default="star", help="who reduces")
     parser.add_argument("--contenders", default="ours,gloo,copy,tcp", help="with commas; all workers the same")
     parser.add_argument("--host", default="127.0.0.1", help="this worker's own address")
     parser.add_argument("--insecure", action="store_true", help="the coordinator is not on loopback, and has no TLS")

@@ -8,12 +8,16 @@ from tests.bench.bare_grpc import KINDS
 from tests.bench.reduce_case import Case
 
 _LARGE = 10_000_000
+_SHARDED_GOALS = {"float32": 1.3, "bfloat16": 0.9}
+"""Of an exchange among workers, for each element type, against Gloo's in the same processes."""
 _CPU_GOAL = 1.3
 """Of a star over gRPC, against bare gRPC that moves the same bytes."""
 
 
 def gloo_goal(case: Case) -> float | None:
     """What the time of an all-reduce may be, of Gloo's in the same processes."""
+    if case.topology != "star":
+        return _SHARDED_GOALS.get(case.wire) if case.topology == "sharded" else None
     if case.wire != "float32":
         # The goal of fewer bytes is the sharded exchange's.
         return None
@@ -37,7 +41,7 @@ def rows_of(case: Case, results: list[dict]) -> list[dict]:
             cpu_of(results, "gloo") / gradient_gb,
             "s/GB",
         ),
-        *(_socket_rows(case, results) if case.path == "grpc" else _memory_rows(case, results)),
+        *_way_rows(case, results),
     ]
 
 
@@ -59,6 +63,16 @@ def cpu_of(results: list[dict], name: str) -> float:
     return median(worker + its for worker, its in zip(workers, server, strict=True))
 
 
+def _way_rows(case: Case, results: list[dict]) -> list[dict]:
+    """Rows about the way that a case's bytes go."""
+    if case.topology == "torch":
+        # The bytes are torch's own.
+        return []
+    if case.path == "shm":
+        return _memory_rows(case, results)
+    return _socket_rows(case, results) + (_bare_rows(case, results) if case.topology == "star" else [])
+
+
 def _socket_rows(case: Case, results: list[dict]) -> list[dict]:
     ours, gb = seconds_of(results, "ours"), case.wire_bytes / 1e9
     repeated_gb = _repeated_gb(case, results)
@@ -69,6 +83,14 @@ def _socket_rows(case: Case, results: list[dict]) -> list[dict]:
         report.row(f"bytes through sockets, {case}", gb / ours, "tcp loopback", tcp, "GB/s"),
         report.row(f"bytes through sockets, {case}", gb / ours, "numpy copy", copy, "GB/s"),
         report.row(what, cpu, "tcp loopback", cpu_of(results, "tcp") / repeated_gb, "s/GB"),
+    ]
+
+
+def _bare_rows(case: Case, results: list[dict]) -> list[dict]:
+    ours, gb = seconds_of(results, "ours"), case.wire_bytes / 1e9
+    cpu = cpu_of(results, "ours") / gb
+    what = f"processor time per GB through sockets, {case}"
+    return [
         *(
             report.row(what, cpu, _bare(kind), cpu_of(results, f"grpc-{kind}") / gb, "s/GB", _CPU_GOAL)
             for kind in KINDS

@@ -52,22 +52,24 @@ SOCKET_ROWS = [
 
 
 @pytest.mark.parametrize(
-    ("count", "wire", "path", "least_error", "most_error", "rows"),
+    ("count", "wire", "way", "least_error", "most_error", "rows"),
     [
         (2, "float32", "shm", 0.0, 1e-6, MEMORY_ROWS),
         (3, "bfloat16", "grpc", 2**-11, 2**-7, SOCKET_ROWS),
+        (3, "bfloat16", "sharded", 2**-11, 2**-7, SOCKET_ROWS[:-4]),
+        (2, "float32", "torch", 0.0, 1e-6, MEMORY_ROWS[:-1]),
     ],
 )
 def test_all_reduce_measures_right_means_and_prints_one_object(
-    count: int, wire: str, path: str, least_error: float, most_error: float, rows: list[tuple[str, str]]
+    count: int, wire: str, way: str, least_error: float, most_error: float, rows: list[tuple[str, str]]
 ) -> None:
-    given = ("--workers", str(count), "--numel", "300001", "--repeat", "2", "--wire", wire, "--path", path)
+    chosen = ("--topology", "star", "--path", way) if way in ("shm", "grpc") else ("--topology", way)
+    given = ("--workers", str(count), "--numel", "300001", "--repeat", "2", "--wire", wire, *chosen)
     done = run_bench("all_reduce.py", *given, "--peers", "none")
     result = printed(done)
-    assert f"300,001 {wire} {path}, {count} workers" in done.stderr
+    assert f"300,001 {wire} {way}, {count} workers" in done.stderr
     assert [(line["peer"], line["unit"]) for line in result["rows"]] == rows
-    missing = result["samples"].pop("not_measured")
-    assert list(missing) == ["sharded"]
+    assert result["samples"].pop("not_measured") == {}
     (samples,) = result["samples"].values()
     assert len({worker["mean_sha256"] for worker in samples}) == 1
     assert all(least_error <= worker["max_error"] <= most_error for worker in samples)
@@ -84,7 +86,15 @@ def test_memory_is_bounded_by_the_window() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [("--workers", "1"), ("--numel", "-5"), ("--wire", "int4"), ("--path", "shm", "--wire", "bfloat16")]
+    "arguments",
+    [
+        ("--workers", "1"),
+        ("--numel", "-5"),
+        ("--wire", "int4"),
+        ("--path", "tcp"),
+        ("--path", "shm", "--topology", "sharded"),
+        ("--topology", "torch", "--wire", "int8"),
+    ],
 )
 def test_wrong_arguments_are_refused(arguments: tuple[str, ...]) -> None:
     done = run_bench("all_reduce.py", *arguments)
@@ -147,6 +157,15 @@ def test_goals_are_those_of_the_way_and_the_length() -> None:
     assert gloo_goal(one_case(path="shm")) == 0.5
     assert gloo_goal(one_case()) == 2.2
     assert gloo_goal(one_case(wire="bfloat16")) is None
+    assert gloo_goal(one_case(topology="sharded")) == 1.3
+    assert gloo_goal(one_case(topology="sharded", wire="bfloat16")) == 0.9
+    assert gloo_goal(one_case(topology="sharded", wire="int8")) is None
+    assert gloo_goal(one_case(topology="torch")) is None
+
+
+def test_of_a_vector_the_own_slice_does_not_travel_among_workers() -> None:
+    assert one_case(workers=4).wire_bytes == 4 * 2e9
+    assert one_case(workers=4, topology="sharded").wire_bytes == 3 * 2e9
 
 
 def test_bytes_that_went_another_way_are_found() -> None:
@@ -157,10 +176,14 @@ def test_bytes_that_went_another_way_are_found() -> None:
 
     check(one_case(numel=1_000_000), [result(vectors)] * 2)
     check(one_case(numel=1_000_000, path="shm"), [result(500)] * 2)
-    with pytest.raises(BenchFailed, match="500 bytes left over gRPC; the vectors have 20,000,000"):
+    with pytest.raises(BenchFailed, match="500 bytes left over gRPC; of the vectors, 20,000,000 have to travel"):
         check(one_case(numel=1_000_000), [result(vectors), result(500)])
     with pytest.raises(BenchFailed, match="20,000,000 bytes left over gRPC"):
         check(one_case(numel=1_000_000, path="shm"), [result(vectors)])
+    check(one_case(numel=1_000_000, topology="sharded"), [result(vectors // 2)] * 2)
+    check(one_case(numel=1_000_000, topology="torch"), [result(0)] * 2)
+    with pytest.raises(BenchFailed, match="10,000,000 have to travel"):
+        check(one_case(numel=1_000_000, topology="torch"), [result(vectors // 2)] * 2)
     with pytest.raises(BenchFailed, match="different means"):
         check(one_case(), [result(0), result(0, "b")])
 

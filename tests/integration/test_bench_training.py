@@ -103,6 +103,24 @@ def test_limits_of_links_are_arithmetic() -> None:
 
 
 @pytest.mark.parametrize(
+    ("topology", "wire", "limit", "goal"),
+    [
+        ("sharded", "float32", 1200.0, 1.1),
+        ("sharded", "bfloat16", 600.0, 1.1 * 1.15),
+        ("torch", "float32", 1200.0, None),
+    ],
+)
+def test_among_workers_every_link_carries_what_a_ring_does(
+    topology: str, wire: str, limit: float, goal: float | None
+) -> None:
+    case = Case(workers=4, numel=25_000_000, repeat=1, wire=wire, path="grpc", topology=topology)
+    samples = {name: {"seconds": [2.0]} for name in ("ours", "gloo", "tcp")}
+    ring, gloo, _ = shaped.rows_of(case, 1000.0, [{"samples": samples, "repeats": 2}] * 4)
+    assert (ring["theirs"], ring["goal"], gloo["theirs"], gloo["goal"]) == (limit, goal, 2000.0, None)
+    assert topology in ring["case"]
+
+
+@pytest.mark.parametrize(
     ("program", "arguments"),
     [
         ("empty_step.py", ("--workers", "two")),

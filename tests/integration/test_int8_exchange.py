@@ -52,7 +52,7 @@ def test_gradients_may_travel_in_int8(tmp_path: Path) -> None:
     sent = [rng.standard_normal(SIZE).astype(np.float32) for _ in range(2)]
     types = {"wire_types": tensors.WIRE_DTYPES}
     with (
-        coordinator(tmp_path, {**OWN_LOOP, "wire_type": "int8", "num_steps": 1}) as server,
+        coordinator(tmp_path, {**OWN_LOOP, "wire_type": "int8", "num_steps": 1, "gradients": "grpc"}) as server,
         members(server, "ant", "bee", **types) as clients,
     ):
         for client, shard in zip(clients, shards_of(clients), strict=True):

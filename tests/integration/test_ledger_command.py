@@ -50,6 +50,16 @@ def test_the_table_shows_who_made_what(run):
     assert "ant 0 to 0; bee 1 to 3; skipped 2; without cat" in line
 
 
+def test_the_table_shows_wire_types_where_they_changed(run, tmp_path):
+    assert "wire" not in command("--run", str(run)).stdout
+    with contextlib.closing(open_folder(tmp_path / "auto")) as store:
+        store.set_facts(FACTS)
+        for step, wire_type in enumerate(("float32", "bfloat16")):
+            store.commit(commit(step, wire_type=wire_type))
+    result = command("--run", str(tmp_path / "auto"))
+    assert ["wire" in result.stdout, "float32" in result.stdout, "bfloat16" in result.stdout] == [True] * 3
+
+
 def test_lines_of_json_hold_everything(run):
     result = command("--run", str(run), "--json", "--steps", "1:3")
     records = [json.loads(line) for line in result.stdout.splitlines()]

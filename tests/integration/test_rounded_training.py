@@ -4,7 +4,7 @@ import logging
 import shutil
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -416,3 +416,51 @@ def test_a_follower_begins_with_zeros_when_it_has_another_workers_state(monkeypa
 def test_other_wire_types_keep_nothing_back() -> None:
     for wire_type in tensors.MEAN_DTYPES:
         assert Trainer(new_task(), config(wire_type=wire_type))._feedback is None
+
+
+class Changing(Rounding):
+    """A session whose wire begins to round with step 4."""
+
+    def receive_shard(self) -> ShardAssignment | None:
+        lease = super().receive_shard()
+        return None if lease is None else replace(lease, wire_type="float32" if lease.step < 4 else "int8")
+
+    def contribute(
+        self,
+        assignment: ShardAssignment,
+        bucket: Bucket,
+        parts: Sequence[Vector | None],
+        microbatches: Sequence[MicrobatchStats],
+        *,
+        out: Vector,
+        component_sizes: Sequence[int] = (),
+    ) -> "Future[Vector]":
+        contribute = Rounding.contribute if assignment.wire_type == "int8" else LocalSession.contribute
+        return contribute(self, assignment, bucket, parts, microbatches, out=out, component_sizes=component_sizes)
+
+
+@pytest.mark.parametrize("said", ["float32", "int8"])
+def test_feedback_begins_with_the_first_step_whose_wire_rounds(said: str) -> None:
+    """Whatever was said of the run before: a worker may hear of a change early."""
+    local = LocalRun(config(num_steps=12, wire_type=said), 0, [3, 5])
+    trainers = [Trainer(new_task(), local.config) for _ in range(2)]
+    kept = list[float]()
+
+    def worker(session: LocalSession) -> object:
+        rank = session.worker_id
+
+        def note(event: StepEvent) -> None:
+            feedback = trainers[rank]._feedback
+            residuals = feedback.residuals.values() if feedback else ()
+            if rank == 0:
+                kept.append(max((float(np.abs(values).max()) for values in residuals), default=0.0))
+
+        return trainers[rank].train(Changing(local, rank), note)
+
+    first, second = local.run(worker)
+    assert isinstance(first, TrainResult)
+    assert isinstance(second, TrainResult)
+    assert first.parameters_sha256 == second.parameters_sha256
+    assert [value > 0 for value in kept] == [False] * 4 + [True] * 8
+    for trainer in trainers:
+        feedback_of(trainer).check()

@@ -120,6 +120,17 @@ class Crew:
         process.start()
         self._agents[name] = process
 
+    @property
+    def address(self) -> str:
+        """Where the coordinator listens."""
+        return f"127.0.0.1:{self._port}"
+
+    def signal(self, name: str, number: int) -> None:
+        """Sends a signal to an agent."""
+        process = self._agents[name]
+        assert process.pid
+        os.kill(process.pid, number)
+
     def wait_for_log(self, name: str, text: str, timeout: float = 30.0) -> None:
         """Waits until a process has logged something."""
         deadline = time.monotonic() + timeout

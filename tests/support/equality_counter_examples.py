@@ -12,13 +12,13 @@ import numpy as np
 from ayni import tensors
 from ayni.buckets import FLAT
 from ayni.errors import Diverged
+from ayni.reduce.reduction import Round
 from ayni.run_config import OptimizerConfig
 from ayni.step_values import MicrobatchStats
 from ayni.tensors import TensorSpec
 from coordinator_service import schedule
 from coordinator_service.audit import compare_hashes
 from coordinator_service.leases import Lease, Moment
-from coordinator_service.reduction import Round
 from coordinator_service.steps import Step
 from worker_agent.training.optimizer import make_optimizer
 

@@ -5,7 +5,16 @@ from dataclasses import replace
 import pytest
 
 from coordinator_service.store_records import CommitRecord, Contribution
-from scripts.chaos_result import Happened, count_samples, median_step, steps_per_second, worst_return, worst_stalls
+from scripts.chaos_job import default_job
+from scripts.chaos_result import (
+    Happened,
+    count_samples,
+    median_step,
+    rounding,
+    steps_per_second,
+    worst_return,
+    worst_stalls,
+)
 from scripts.chaos_schedule import Event
 
 
@@ -107,3 +116,13 @@ def test_return_of_the_coordinator_is_from_its_first_breath_to_the_next_commit()
     assert worst_return([1.0, 2.0, 5.0, 6.0], [3.5, 5.5]) == 1.5
     assert worst_return([1.0, 2.0], []) is None
     assert worst_return([1.0, 2.0], [9.0]) is None
+
+
+@pytest.mark.parametrize(("wire", "words"), [("float32", ""), ("bfloat16", "who computed what"), ("int8", "kept back")])
+def test_with_a_wire_type_that_rounds_parameters_are_not_compared_with_one_workers(wire, words):
+    job = default_job(20, 3, 10.0, with_nan=False, store_every=0)
+    assert job.wire_type == "float32"
+    assert job.with_wire(wire).wire_type == wire
+    assert (job.with_wire(wire).key() == job.with_wire("float32").key()) == (wire == "float32")
+    assert bool(rounding(wire)) == bool(words)
+    assert words in rounding(wire)

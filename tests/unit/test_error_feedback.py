@@ -53,6 +53,37 @@ def test_what_was_sent_and_the_residual_are_what_was_true(seed: int, exponents: 
 
 
 @briefly
+@given(seed=seeds, exponents=scales, num_parts=st.integers(1, 3))
+def test_who_leaves_takes_along_one_rounding_of_its_last_step(seed: int, exponents: list[int], num_parts: int) -> None:
+    """However long it was there: at most half a scale of each part that it sent last."""
+    rng, feedback = np.random.default_rng(seed), ErrorFeedback("int8", {FLAT: N})
+    for exponent in exponents:
+        parts = [gradient(rng, exponent) for _ in range(num_parts)]
+        step(feedback, list(parts))
+    half_scales = sum(half_scales_of(part) for part in parts)
+    assert (np.abs(feedback.residuals[FLAT]) <= half_scales * (1 + 1e-5)).all()
+
+
+def half_scales_of(part_N: np.ndarray) -> np.ndarray:
+    """Half of each element's scale; shape [N], float64."""
+    blocks = [np.full(min(256, N - at), np.abs(part_N[at : at + 256]).max() / 254.0) for at in range(0, N, 256)]
+    return np.concatenate(blocks)
+
+
+def test_without_feedback_every_step_takes_as_much_along() -> None:
+    """What the bound above is worth: a value that is always rounded the same way."""
+    part = np.full(N, 0.001, np.float32)
+    part[::256] = 1.0
+    feedback, steps = ErrorFeedback("int8", {FLAT: N}), 100
+    sent = sum(step(feedback, [part.copy()]) for _ in range(steps))
+    plain = steps * over_the_wire(part).astype(np.float64)
+    true = steps * part.astype(np.float64)
+    bound = half_scales_of(part).max() * 1.01
+    assert np.abs(true - sent).max() <= bound
+    assert np.abs(true - plain).max() > 20 * bound
+
+
+@briefly
 @given(seeds)
 def test_the_residual_of_one_part_is_exact(seed: int) -> None:
     feedback = ErrorFeedback("int8", {FLAT: N})

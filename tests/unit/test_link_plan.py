@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ayni.step_values import StepTimes
-from coordinator_service.link_plan import LinkPlan, advise
+from coordinator_service.link_plan import Choice, LinkPlan, advise
 
 SECONDS = st.floats(1e-4, 1e4)
 LIMITS = st.floats(0.01, 0.9)
@@ -75,3 +75,67 @@ def test_nothing_is_said_while_all_is_well_or_nothing_is_known(times):
 def test_nothing_is_said_where_nobody_asked():
     plan = LinkPlan("float32", 0.0)
     assert not any(plan.observe(step(9.0), 1000) for _ in range(30))
+
+
+def changes(plan: LinkPlan, exchange: float, steps: int = 40) -> tuple[int, Choice] | None:
+    """After how many steps of this length there is a choice, and which."""
+    for number in range(1, steps + 1):
+        plan.observe(step(exchange), 125_000_000)
+        if choice := plan.choice():
+            return number, choice
+    return None
+
+
+def test_the_wire_type_goes_down_its_list_and_stays_there():
+    plan = LinkPlan("float32", 0.2)
+    first = changes(plan, 4.0)
+    assert first is not None
+    assert (first[0], first[1].wire_type) == (19, "bfloat16")
+    assert first[1].sentence == (
+        "gradients travel in bfloat16, not float32: the exchange takes 80% of a step (4 s beside 1 s, 250 Mbit/s each "
+        "way), more than 20% in 10 steps one after the other, and bfloat16 would make it 67%"
+    )
+    plan.changed("bfloat16")
+    second = changes(plan, 2.0)
+    assert second is not None
+    assert (second[0], second[1].wire_type) == (19, "int8")
+    plan.changed("int8")
+    assert changes(plan, 1.5) is None
+
+
+def test_the_wire_type_stays_while_the_exchange_is_short_enough():
+    assert changes(LinkPlan("float32", 0.2), 0.2) is None
+    plan = LinkPlan("float32", 0.2)
+    assert changes(plan, 4.0) is not None
+    plan.changed("bfloat16")
+    assert changes(plan, 0.2) is None
+
+
+def test_a_few_long_steps_change_nothing():
+    plan = LinkPlan("float32", 0.2)
+    for number in range(100):
+        plan.observe(step(9.0 if number % 20 < 7 else 0.1), 1000)
+        assert plan.choice() is None
+
+
+def test_where_fewer_bytes_took_as_long_there_is_no_further_change():
+    plan = LinkPlan("float32", 0.2)
+    assert changes(plan, 4.0) is not None
+    plan.changed("bfloat16")
+    assert changes(plan, 3.9) is None
+
+
+@given(exchange_s=SECONDS, compute_s=SECONDS, limit=LIMITS, microbatches=st.integers(1, 512))
+def test_local_updates_are_advised_more_inner_steps_and_no_other_wire_type(exchange_s, compute_s, limit, microbatches):
+    found = advise(exchange_s, compute_s, 1000, "float32", limit, microbatches)
+    if found is None:
+        return
+    longer_s = compute_s * found.inner_steps / microbatches
+    assert exchange_s / (exchange_s + longer_s) <= limit * (1 + 1e-9)
+    assert found.inner_steps > microbatches * (1 - 1e-9)
+    assert "wire_type" not in found.sentence(limit)
+    assert f"batch.microbatches of {found.inner_steps} or more" in found.sentence(limit)
+
+
+def test_with_local_updates_the_wire_type_stays():
+    assert changes(LinkPlan("float32", 0.2, microbatches=8), 4.0) is None

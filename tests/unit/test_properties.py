@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from ayni import tensors
 from ayni.buckets import FLAT
 from ayni.errors import BadChunk, NonFinite, StaleStep
+from ayni.reduce.reduction import Round
 from ayni.step_values import MicrobatchStats
 from ayni.tensors import TensorSpec
 from coordinator_service.leases import Key, Lease, Moment
-from coordinator_service.reduction import Round
 from coordinator_service.steps import Step
 from worker_agent.training.partial_sums import PartialSums
 

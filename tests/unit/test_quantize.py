@@ -12,8 +12,8 @@ from hypothesis.extra import numpy as arrays
 from ayni import tensors
 from ayni.errors import BadChunk, NonFinite
 from ayni.quantize import BLOCK_ELEMENTS, dequantize, num_elements, payload_bytes, quantize
+from ayni.reduce.reduction import Round
 from ayni.tensors import TensorSpec
-from coordinator_service.reduction import Round
 
 LARGEST = float(np.finfo(np.float32).max)
 ROUND_OFF = 2.0**-16

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ayni.errors import BadChunk, Duplicate, NonFinite, SpecMismatch
+from ayni.reduce.reduction import Round
 from ayni.tensors import TensorSpec
 from ayni.tree import Node, children, cover, root
-from coordinator_service.reduction import Round
 
 
 def tree_sum(node: Node, gradients: list[np.ndarray], weights: list[int]) -> np.ndarray | None:

@@ -18,6 +18,8 @@ from coordinator_service.replay import (
     final_equal,
     plan_replay,
 )
+from coordinator_service.store_records import CommitRecord
+from coordinator_service.wire_types import WireTypes
 from tests.support.commits import commit
 
 CONFIG: dict[str, Any] = {
@@ -125,6 +127,11 @@ def test_settings_that_decide_the_bytes_stay_and_the_run_file_is_valid():
     assert made.caveats == ()
 
 
+def test_the_coordinator_reduces_whoever_did_it_then():
+    made = plan(topology="sharded")
+    assert (made.run["topology"], made.caveats) == ("star", ())
+
+
 def test_a_long_run_id_stays_a_run_id():
     assert from_mapping(RunFile, plan(run_id="r" * 64).run).run_id == "replay-" + "r" * 57
 
@@ -144,12 +151,43 @@ def test_one_micro_batch_for_each_worker_stays_as_many():
         ({"wire_type": "bfloat16"}, "wire_type is bfloat16"),
         ({"precision": "bfloat16"}, "precision is bfloat16"),
         ({"local_update": {"enabled": True}}, "local_update is enabled"),
+        ({"topology": "torch"}, "topology is torch"),
         ({"optimizer": {"update": "device"}}, "the optimizer ran on the workers' devices"),
     ],
 )
 def test_what_promises_no_equality_is_said(changes, words):
     (caveat,) = plan(**changes).caveats
     assert words in caveat
+
+
+def in_wire_types(*types: str) -> list[CommitRecord]:
+    return [replace(record, wire_type=wire) for record, wire in zip(COMMITS, types, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("asked", "source", "first", "changes", "words"),
+    [
+        (range(0, 10), "start", "float32", {"3": "bfloat16", "7": "int8"}, "float32, then bfloat16, then int8"),
+        (range(4, 6), "4", "bfloat16", None, "wire_type is bfloat16:"),
+        (range(5, 9), "4", "bfloat16", {"7": "int8"}, "bfloat16, then int8"),
+        (range(8, 9), "8", "int8", None, "wire_type is int8:"),
+    ],
+)
+def test_each_step_is_made_again_in_its_own_wire_type(asked, source, first, changes, words):
+    commits = in_wire_types(*["float32"] * 3, *["bfloat16"] * 4, *["int8"] * 3)
+    made = plan_replay(facts(), commits, asked, source)
+    assert made.run["wire_type"] == first
+    assert made.run.get("wire_changes") == changes
+    assert words in made.caveats[0]
+    file = from_mapping(RunFile, made.run)
+    types = WireTypes(file.wire_type, file.wire_changes)
+    steps = range(made.first_step, made.stop_step)
+    assert [types.at(step) for step in steps] == [commits[step].wire_type for step in steps]
+
+
+def test_records_that_do_not_say_a_wire_type_are_of_the_runs():
+    made = plan_replay(facts(wire_type="bfloat16"), COMMITS, range(4, 6), "start")
+    assert (made.run["wire_type"], "wire_changes" in made.run) == ("bfloat16", False)
 
 
 def test_steps_that_promise_no_equality_are_said():

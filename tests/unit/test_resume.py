@@ -44,6 +44,17 @@ def test_options_of_the_task_are_compared_one_by_one():
     ]
 
 
+@pytest.mark.parametrize(("old", "new"), [("star", "sharded"), ("sharded", "auto"), ("torch", "torch")])
+def test_topologies_with_the_same_bytes_may_follow_one_another(old, new):
+    assert resumable(config(topology=old), config(topology=new)) == []
+
+
+def test_a_topology_with_other_bytes_may_not():
+    assert resumable(config(topology="star"), config(topology="torch")) == [
+        "topology is torch, the run was started with star, sharded or auto"
+    ]
+
+
 @pytest.mark.parametrize(
     ("steps", "schedule", "sentences"),
     [

@@ -8,16 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ayni import frames
+from ayni import frames, tensors
 from ayni.errors import BadChunk
 from ayni.frames import ChunkView, SharedRange
+from ayni.reduce.digest import MeanDigest
+from ayni.reduce.packed import floats
+from ayni.reduce.places import MeanPlace
+from ayni.reduce.reduction import Round
+from ayni.reduce.thread_digest import ThreadDigest
 from ayni.tensors import TensorSpec
 from ayni.v1 import coordinator_pb2 as pb
 from ayni.v1 import tensor_pb2
-from coordinator_service.digest import MeanDigest
-from coordinator_service.places import MeanPlace
-from coordinator_service.reduction import Round
-from coordinator_service.same_host import ThreadDigest
 from coordinator_service.sources import source
 
 words = st.integers(0, 2**64 - 1)
@@ -92,24 +93,44 @@ def region_of(size: int) -> Any:
 def test_a_range_outside_its_region_is_refused_before_it_is_read(place, data, field):
     chunk = ChunkView(0, 0, None, memoryview(data), place)
     with pytest.raises(BadChunk) as caught:
-        source("step 1, flat", region_of(16), chunk, place)
+        source("step 1, flat", region_of(16), chunk, place, "float32")
     assert caught.value.metadata["field"] == field
 
 
 def test_a_region_that_was_not_lent_is_refused():
     place = SharedRange(9, 0, 8, 3)
     with pytest.raises(BadChunk, match="lent"):
-        source("step 1, flat", None, ChunkView(0, 0, None, memoryview(b""), place), place)
+        source("step 1, flat", None, ChunkView(0, 0, None, memoryview(b""), place), place, "int8")
 
 
 def test_a_source_is_torn_once_its_owner_counts_on():
     region = region_of(16)
     place = SharedRange(9, 4, 8, 3)
-    found = source("step 1, flat", region, ChunkView(0, 0, None, memoryview(b""), place), place)
+    found = source("step 1, flat", region, ChunkView(0, 0, None, memoryview(b""), place), place, "float32")
     assert found.is_intact
     assert [piece.size for piece in found.pieces(1)] == [1, 1]
     region.generation += 1
     assert not found.is_intact
+
+
+@pytest.mark.parametrize("dtype", tensors.WIRE_DTYPES)
+def test_a_range_is_cut_as_its_bytes_would_travel(dtype):
+    values = np.random.default_rng(1).normal(size=1000).astype(np.float32)
+    chunks = [bytes(tensors.encode(values[at : at + 256], dtype)) for at in range(0, 1000, 256)]
+    region = region_of(64 + len(b"".join(chunks)))
+    region.bytes[64:] = np.frombuffer(b"".join(chunks), np.uint8)
+    place = SharedRange(9, 64, region.size - 64, 3)
+    found = source("step 1, flat", region, ChunkView(0, 0, None, memoryview(b""), place), place, dtype)
+    pieces = list(found.pieces(256))
+    assert [piece.size for piece in pieces] == [256, 256, 256, 232]
+    assert [floats(piece).tobytes() for piece in pieces] == [tensors.decode(c, dtype).tobytes() for c in chunks]
+
+
+def test_scales_without_codes_are_refused():
+    region, place = region_of(300), SharedRange(9, 0, 264, 3)
+    found = source("step 1, flat", region, ChunkView(0, 0, None, memoryview(b""), place), place, "int8")
+    with pytest.raises(BadChunk, match="scale"):
+        list(found.pieces(256))
 
 
 def reduced(place: MeanPlace | None, weight: int) -> tuple[np.ndarray, Round]:

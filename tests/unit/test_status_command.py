@@ -3,6 +3,7 @@
 from rich.console import Console
 
 from ayni.v1 import coordinator_pb2 as pb
+from ayni.v1 import tensor_pb2
 from coordinator_service.status_command import render
 
 
@@ -27,3 +28,18 @@ def test_one_of_a_kind_is_not_many():
     assert said in shown(one, wide=True)
     two = pb.RunSnapshot(extra_leases=2, skipped_microbatches=2, divergences=2)
     assert "2 leases given to others inside a step, 2 micro-batches skipped, 2 divergences" in shown(two, wide=True)
+
+
+def test_who_reduces_is_said_where_the_coordinator_does_not():
+    ant, bee = (pb.WorkerSnapshot(worker_name=name, owns_slices=True) for name in ("ant", "bee"))
+    snapshot = pb.RunSnapshot(workers=[ant, bee], topology="sharded", generation=3 << 32 | 5, regroups=2)
+    lines = shown(snapshot, wide=True)
+    assert "topology sharded, exchange group 3.5, slices owned by ant, bee" in lines
+    assert "2 exchange groups formed inside a step" in lines
+    assert not any("topology" in line for line in shown(pb.RunSnapshot(topology="star"), wide=True))
+
+
+def test_how_gradients_travel_is_said_where_it_is_known():
+    snapshot = pb.RunSnapshot(samples_per_second=3.0, wire_type=tensor_pb2.DTYPE_BFLOAT16)
+    assert "3.0 samples/s, gradients in bfloat16, in 0 B" in shown(snapshot, wide=True)[1]
+    assert "gradients" not in " ".join(shown(pb.RunSnapshot(), wide=True))

@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from worker_agent.session import Session, Vector
-from worker_agent.training.error_feedback import ErrorFeedback
+from worker_agent.training.error_feedback import ROUNDED, ErrorFeedback
 from worker_agent.training.gradients import Send, ShardGradients
 from worker_agent.training.layout import BucketSpec
 from worker_agent.training.shard import Shard, Span
@@ -43,7 +43,9 @@ class Contributor:
         feedback: ErrorFeedback | None = None,
     ) -> None:
         """Makes the buffers that means arrive in; `feedback` is None where nothing is made up for."""
-        self._work, self._gradients, self._specs, self._feedback = work, gradients, specs, feedback
+        self._work, self._gradients, self._specs = work, gradients, specs
+        self.feedback = feedback
+        """What makes up for rounding on the wire; None while nothing does."""
         self._kept: dict[Span, Shard] = {}
         self.means = {spec.bucket: np.zeros(spec.num_elements, np.float32) for spec in specs}
 
@@ -109,8 +111,8 @@ class Contributor:
     def start_over(self) -> None:
         """Lets go of everything that belongs to parameters which are about to be replaced."""
         self.release(())
-        if self._feedback:
-            self._feedback.forget()
+        if self.feedback:
+            self.feedback.forget()
 
     def _take_kept(self, shard: Shard) -> Shard | None:
         """Returns what was kept of a lease's micro-batches, if that is what the lease has to send."""
@@ -122,18 +124,19 @@ class Contributor:
 
     def _correct(self, shard: Shard, spec: BucketSpec, parts: list[Vector | None]) -> None:
         """Lets a bucket of an attempt's first lease bring the residual along, once."""
-        if self._feedback is None or shard.assignment.extra:
+        rounds = shard.assignment.wire_type in ("", *ROUNDED)
+        if self.feedback is None or shard.assignment.extra or not rounds:
             return
         assert shard.sums is not None
         if spec.bucket not in shard.sums.corrected:
             shard.sums.corrected.add(spec.bucket)
-            self._feedback.correct(spec.bucket, parts)
+            self.feedback.correct(spec.bucket, parts)
 
     def _commit(self, shard: Shard) -> None:
-        if self._feedback is not None and shard.sums is not None:
+        if self.feedback is not None and shard.sums is not None:
             for spec, sums in shard.sums.entries:
                 if spec.bucket in shard.sums.corrected:
-                    self._feedback.commit(spec.bucket, sums.parts())
+                    self.feedback.commit(spec.bucket, sums.parts())
 
     def _release(self, shard: Shard) -> None:
         if shard.sums is not None:

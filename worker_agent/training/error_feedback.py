@@ -14,7 +14,8 @@ the residual, before anything is sent: sums that were corrected are sent again a
 leaves it as it was.
 
 A residual is a worker's own, and belongs to the parameters that its step ended with. Who takes over another worker's
-parameters begins with zeros.
+parameters begins with zeros. Who leaves takes its residual along: what one step's rounding kept back, half a scale of
+each part at most, however many steps it was there.
 
 Both go through vectors in pieces that stay in the cache, and that begin where blocks with one scale do.
 """

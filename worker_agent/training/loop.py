@@ -101,9 +101,9 @@ class Trainer:
         self._microbatches = Microbatches(task, config, self._gradients)
         inner = InnerLoop(self._microbatches, self._gradients, config, self._local_update)
         work = inner if config.local_update.enabled else self._microbatches
-        sizes = {spec.bucket: spec.num_elements for spec in specs}
-        self._feedback = ErrorFeedback(config.wire_type, sizes) if config.wire_type in ROUNDED else None
-        self._contributor = Contributor(work, self._gradients, specs, self._feedback)
+        self._feedback: ErrorFeedback | None = None
+        self._contributor = Contributor(work, self._gradients, specs)
+        self._follow_wire(config.wire_type)
         follower = Follower(training.state_source, training.follow_bytes) if training.state_source else None
         self._catching_up = CatchingUp(self.replica, self._contributor, follower)
         self._checkpoints = CheckpointWriter(training.checkpoint_folder) if training.checkpoint_folder else None
@@ -197,6 +197,7 @@ class Trainer:
         turn = Turn(Shard(lease))
         follows = self._catching_up.lags(session, lease)
         self.replica.prepare(lease.update)
+        self._follow_wire(lease.wire_type)
         try:
             commit = turn.settle(session, partial(self._contribute, session, turn, follows))
             committed = time.perf_counter()
@@ -278,6 +279,12 @@ class Trainer:
         log.info("attempt %d at step %d was voided: %s", lease.attempt, lease.step, error)
         turn.wait(self._training.means_timeout_s)
         self._contributor.keep(turn.shards)
+
+    def _follow_wire(self, wire_type: str) -> None:
+        """Begins to make up for rounding, with the first step whose wire type asks for it; no wider one follows it."""
+        if self._feedback is None and wire_type in ROUNDED:
+            sizes = {bucket: mean_N.size for bucket, mean_N in self._contributor.means.items()}
+            self._feedback = self._contributor.feedback = ErrorFeedback(wire_type, sizes)
 
     def _local_update(self) -> LocalUpdate:
         update = self.replica.update

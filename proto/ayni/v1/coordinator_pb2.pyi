@@ -182,6 +182,10 @@ class JoinRequest(_message.Message):
     ELASTIC_FIELD_NUMBER: _builtins.int
     MAX_MICROBATCHES_FIELD_NUMBER: _builtins.int
     MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    PEER_ADDRESS_FIELD_NUMBER: _builtins.int
+    STORE_ADDRESS_FIELD_NUMBER: _builtins.int
+    TOPOLOGIES_FIELD_NUMBER: _builtins.int
+    FOLLOWS_WIRE_TYPE_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of this protocol that the worker speaks; see PROTOCOL_VERSION in the worker's language. Required."""
     run_id: _builtins.str
@@ -223,6 +227,16 @@ class JoinRequest(_message.Message):
     """Bytes of memory that the worker computes in (of all accelerators, or of the host with backend "cpu"); 0 means not
     said. Shown in status.
     """
+    peer_address: _builtins.str
+    """Where the worker's PeerService listens, as host:port; empty when nobody can dial it, or it takes part in no exchange
+    among workers.
+    """
+    store_address: _builtins.str
+    """Where the worker's store for rendezvous of torch.distributed listens, as host:port; empty for none."""
+    follows_wire_type: _builtins.bool
+    """True when the worker contributes to each step in Assignment.wire_type. The run's wire type changes only while all
+    members do, and only to one that all of them have in wire_types.
+    """
     @_builtins.property
     def wire_types(self) -> _containers.RepeatedScalarFieldContainer[_tensor_pb2.DType.ValueType]:
         """Element types that the worker can send and receive gradients in, best first. Empty means DTYPE_FLOAT32."""
@@ -230,6 +244,10 @@ class JoinRequest(_message.Message):
     @_builtins.property
     def device_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of the devices, such as "NVIDIA H200"; shown in status."""
+
+    @_builtins.property
+    def topologies(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Ways of exchange that the worker takes part in: "sharded", "torch". "star" goes without saying."""
 
     def __init__(
         self,
@@ -252,10 +270,14 @@ class JoinRequest(_message.Message):
         elastic: _builtins.bool = ...,
         max_microbatches: _builtins.int = ...,
         memory_bytes: _builtins.int = ...,
+        peer_address: _builtins.str = ...,
+        store_address: _builtins.str = ...,
+        topologies: _abc.Iterable[_builtins.str] | None = ...,
+        follows_wire_type: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "dataset_fingerprint", b"dataset_fingerprint", "dataset_summary", b"dataset_summary", "device_names", b"device_names", "elastic", b"elastic", "gpu_count", b"gpu_count", "join_nonce", b"join_nonce", "max_microbatches", b"max_microbatches", "memory_bytes", b"memory_bytes", "num_evaluation_samples", b"num_evaluation_samples", "num_training_samples", b"num_training_samples", "protocol_version", b"protocol_version", "run_id", b"run_id", "task_fingerprint", b"task_fingerprint", "task_summary", b"task_summary", "wire_types", b"wire_types", "worker_address", b"worker_address", "worker_name", b"worker_name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "dataset_fingerprint", b"dataset_fingerprint", "dataset_summary", b"dataset_summary", "device_names", b"device_names", "elastic", b"elastic", "follows_wire_type", b"follows_wire_type", "gpu_count", b"gpu_count", "join_nonce", b"join_nonce", "max_microbatches", b"max_microbatches", "memory_bytes", b"memory_bytes", "num_evaluation_samples", b"num_evaluation_samples", "num_training_samples", b"num_training_samples", "peer_address", b"peer_address", "protocol_version", b"protocol_version", "run_id", b"run_id", "store_address", b"store_address", "task_fingerprint", b"task_fingerprint", "task_summary", b"task_summary", "topologies", b"topologies", "wire_types", b"wire_types", "worker_address", b"worker_address", "worker_name", b"worker_name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -278,6 +300,7 @@ class JoinResponse(_message.Message):
     UPDATE_FIELD_NUMBER: _builtins.int
     SHARED_MEMORY_FIELD_NUMBER: _builtins.int
     CHUNK_BYTES_FIELD_NUMBER: _builtins.int
+    TOPOLOGY_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.int
     """Number of the worker in this run; never reused. Zero is a valid id."""
     session: _builtins.str
@@ -290,7 +313,7 @@ class JoinResponse(_message.Message):
     """Current epoch; 0 before the first one is formed."""
     wire_type: _tensor_pb2.DType.ValueType
     """Element type of contributions on the wire in this run. Means have the same, but for DTYPE_INT8, whose are
-    DTYPE_BFLOAT16.
+    DTYPE_BFLOAT16. Assignment.wire_type may say another one later, to a worker that set follows_wire_type.
     """
     update: _builtins.str
     """How the optimizer step runs in this run: "host" or "device". Decided when the first epoch forms if the run
@@ -298,6 +321,10 @@ class JoinResponse(_message.Message):
     """
     chunk_bytes: _builtins.int
     """Length of chunks in this run, as in RoundAccepted."""
+    topology: _builtins.str
+    """"star", "sharded" or "torch": how gradients are reduced in this run. "auto" where that may change from step to step,
+    between star and sharded; each assignment says what holds for it.
+    """
     @_builtins.property
     def lease(self) -> _duration_pb2.Duration:
         """How long the worker is believed alive without a Heartbeat."""
@@ -326,10 +353,11 @@ class JoinResponse(_message.Message):
         update: _builtins.str = ...,
         shared_memory: Global___SharedMemoryOffer | None = ...,
         chunk_bytes: _builtins.int = ...,
+        topology: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat_interval", b"heartbeat_interval", "lease", b"lease", "shared_memory", b"shared_memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_bytes", b"chunk_bytes", "epoch", b"epoch", "heartbeat_interval", b"heartbeat_interval", "lease", b"lease", "run_id", b"run_id", "session", b"session", "shared_memory", b"shared_memory", "total_workers", b"total_workers", "update", b"update", "wire_type", b"wire_type", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_bytes", b"chunk_bytes", "epoch", b"epoch", "heartbeat_interval", b"heartbeat_interval", "lease", b"lease", "run_id", b"run_id", "session", b"session", "shared_memory", b"shared_memory", "topology", b"topology", "total_workers", b"total_workers", "update", b"update", "wire_type", b"wire_type", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -450,6 +478,7 @@ class ShardAssignmentResponse(_message.Message):
     SHUTDOWN_FIELD_NUMBER: _builtins.int
     REVOKED_FIELD_NUMBER: _builtins.int
     OFFER_FIELD_NUMBER: _builtins.int
+    REGROUP_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def assignment(self) -> Global___Assignment:
         """Lease on micro-batches of one attempt of one step."""
@@ -470,6 +499,10 @@ class ShardAssignmentResponse(_message.Message):
     def offer(self) -> Global___StateOffer:
         """Where the state that the worker lacks can be had. Sent to elastic workers whose parameters lag behind the run."""
 
+    @_builtins.property
+    def regroup(self) -> Global___Regroup:
+        """The workers that reduce among themselves are others from now on."""
+
     def __init__(
         self,
         *,
@@ -478,12 +511,13 @@ class ShardAssignmentResponse(_message.Message):
         shutdown: Global___Shutdown | None = ...,
         revoked: Global___Revoked | None = ...,
         offer: Global___StateOffer | None = ...,
+        regroup: Global___Regroup | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "frame", b"frame", "offer", b"offer", "revoked", b"revoked", "shutdown", b"shutdown", "waiting", b"waiting"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "frame", b"frame", "offer", b"offer", "regroup", b"regroup", "revoked", b"revoked", "shutdown", b"shutdown", "waiting", b"waiting"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "frame", b"frame", "offer", b"offer", "revoked", b"revoked", "shutdown", b"shutdown", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "frame", b"frame", "offer", b"offer", "regroup", b"regroup", "revoked", b"revoked", "shutdown", b"shutdown", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["assignment", "waiting", "shutdown", "revoked", "offer"]  # noqa: Y015
+    _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["assignment", "waiting", "shutdown", "revoked", "offer", "regroup"]  # noqa: Y015
     _WhichOneofArgType_frame: _TypeAlias = _typing.Literal["frame", b"frame"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_frame) -> _WhichOneofReturnType_frame | None: ...
 
@@ -513,6 +547,8 @@ class Assignment(_message.Message):
     EXTRA_FIELD_NUMBER: _builtins.int
     PUBLISH_STATE_FIELD_NUMBER: _builtins.int
     DISCARD_STATE_FIELD_NUMBER: _builtins.int
+    WIRE_TYPE_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Membership under which the lease holds."""
     step: _builtins.int
@@ -559,6 +595,12 @@ class Assignment(_message.Message):
     """True when the worker's parameters were found to differ from the others': it throws them away, and follows until it
     has taken a state that it is offered.
     """
+    wire_type: _tensor_pb2.DType.ValueType
+    """Element type of the contributions to this step, the same for all workers. DTYPE_UNSPECIFIED is that of JoinResponse."""
+    @_builtins.property
+    def group(self) -> Global___ExchangeGroup:
+        """Who reduces this attempt's gradients. Absent with topology "star": then the coordinator does."""
+
     def __init__(
         self,
         *,
@@ -580,14 +622,206 @@ class Assignment(_message.Message):
         extra: _builtins.bool = ...,
         publish_state: _builtins.bool = ...,
         discard_state: _builtins.bool = ...,
+        wire_type: _tensor_pb2.DType.ValueType = ...,
+        group: Global___ExchangeGroup | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["group", b"group"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "discard_state", b"discard_state", "epoch", b"epoch", "extra", b"extra", "kind", b"kind", "lease_id", b"lease_id", "microbatch_start", b"microbatch_start", "microbatch_stop", b"microbatch_stop", "num_microbatches", b"num_microbatches", "num_samples", b"num_samples", "position", b"position", "publish_state", b"publish_state", "rank", b"rank", "shard_start", b"shard_start", "shard_stop", b"shard_stop", "step", b"step", "update", b"update", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "discard_state", b"discard_state", "epoch", b"epoch", "extra", b"extra", "group", b"group", "kind", b"kind", "lease_id", b"lease_id", "microbatch_start", b"microbatch_start", "microbatch_stop", b"microbatch_stop", "num_microbatches", b"num_microbatches", "num_samples", b"num_samples", "position", b"position", "publish_state", b"publish_state", "rank", b"rank", "shard_start", b"shard_start", "shard_stop", b"shard_stop", "step", b"step", "update", b"update", "wire_type", b"wire_type", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Assignment: _TypeAlias = Assignment  # noqa: Y015
+
+@_typing.final
+class ExchangeGroup(_message.Message):
+    """Workers that reduce the gradients of one attempt among themselves. A worker contributes and commits under the newest
+    generation that it was told; a new one makes everybody contribute to every bucket again, and commit again.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GENERATION_FIELD_NUMBER: _builtins.int
+    TOPOLOGY_FIELD_NUMBER: _builtins.int
+    MEMBERS_FIELD_NUMBER: _builtins.int
+    SECRET_FIELD_NUMBER: _builtins.int
+    CHUNK_BYTES_FIELD_NUMBER: _builtins.int
+    generation: _builtins.int
+    """Numbers the groups of a run, from 1; only grows, over restarts of the coordinator too."""
+    topology: _builtins.str
+    """"sharded": each owner reduces its slice of every bucket. "torch": torch.distributed does."""
+    secret: _builtins.str
+    """Secret that the members show one another as metadata "ayni-group". At least 16 bytes, in hex."""
+    chunk_bytes: _builtins.int
+    """Every chunk but a slice's last one carries exactly this many bytes; see RoundAccepted."""
+    @_builtins.property
+    def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupMember]:
+        """All workers of the attempt that are left, by rank."""
+
+    def __init__(
+        self,
+        *,
+        generation: _builtins.int = ...,
+        topology: _builtins.str = ...,
+        members: _abc.Iterable[Global___GroupMember] | None = ...,
+        secret: _builtins.str = ...,
+        chunk_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_bytes", b"chunk_bytes", "generation", b"generation", "members", b"members", "secret", b"secret", "topology", b"topology"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExchangeGroup: _TypeAlias = ExchangeGroup  # noqa: Y015
+
+@_typing.final
+class GroupMember(_message.Message):
+    """One worker of an exchange group."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    WORKER_NAME_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    IS_OWNER_FIELD_NUMBER: _builtins.int
+    STORE_ADDRESS_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.int
+    """Number of the worker."""
+    worker_name: _builtins.str
+    """Name of the worker, for people."""
+    address: _builtins.str
+    """Where its PeerService listens, as host:port; empty when nobody can dial it."""
+    is_owner: _builtins.bool
+    """True when it reduces slices, or takes part in the torch group as one whose sums count."""
+    store_address: _builtins.str
+    """Where its rendezvous store listens, as host:port; empty unless the topology is "torch"."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.int = ...,
+        worker_name: _builtins.str = ...,
+        address: _builtins.str = ...,
+        is_owner: _builtins.bool = ...,
+        store_address: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "is_owner", b"is_owner", "store_address", b"store_address", "worker_id", b"worker_id", "worker_name", b"worker_name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupMember: _TypeAlias = GroupMember  # noqa: Y015
+
+@_typing.final
+class Regroup(_message.Message):
+    """Replaces the exchange group in the middle of an attempt: a member died, is late, or could not be reached."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    """Step of the attempt."""
+    attempt: _builtins.int
+    """Attempt."""
+    reason: _builtins.str
+    """Why, for people."""
+    @_builtins.property
+    def group(self) -> Global___ExchangeGroup:
+        """The group that is in force from now on."""
+
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        attempt: _builtins.int = ...,
+        group: Global___ExchangeGroup | None = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["group", b"group"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "group", b"group", "reason", b"reason", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Regroup: _TypeAlias = Regroup  # noqa: Y015
+
+@_typing.final
+class BucketName(_message.Message):
+    """Names one reduction of a step."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FLAT_FIELD_NUMBER: _builtins.int
+    BLOCK_INDEX_FIELD_NUMBER: _builtins.int
+    COMPONENT_FIELD_NUMBER: _builtins.int
+    flat: _builtins.bool
+    """The flat gradient vector."""
+    block_index: _builtins.int
+    """A transformer block, counted from 0."""
+    component: Global___NonBlockComponent.ValueType
+    """A component outside the blocks."""
+    def __init__(
+        self,
+        *,
+        flat: _builtins.bool = ...,
+        block_index: _builtins.int = ...,
+        component: Global___NonBlockComponent.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["block_index", b"block_index", "bucket", b"bucket", "component", b"component", "flat", b"flat"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_index", b"block_index", "bucket", b"bucket", "component", b"component", "flat", b"flat"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_bucket: _TypeAlias = _typing.Literal["flat", "block_index", "component"]  # noqa: Y015
+    _WhichOneofArgType_bucket: _TypeAlias = _typing.Literal["bucket", b"bucket"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_bucket) -> _WhichOneofReturnType_bucket | None: ...
+
+Global___BucketName: _TypeAlias = BucketName  # noqa: Y015
+
+@_typing.final
+class SliceDigest(_message.Message):
+    """What an owner took down of the mean of its slice of a bucket."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BUCKET_FIELD_NUMBER: _builtins.int
+    FIRST_ELEMENT_FIELD_NUMBER: _builtins.int
+    NUM_ELEMENTS_FIELD_NUMBER: _builtins.int
+    DIGESTS_FIELD_NUMBER: _builtins.int
+    SQUARES_FIELD_NUMBER: _builtins.int
+    first_element: _builtins.int
+    """First element of the slice in the bucket; a multiple of 65536."""
+    num_elements: _builtins.int
+    """Elements of the slice."""
+    digests: _builtins.bytes
+    """XXH3-128 (16 bytes, big-endian) of each 65536 elements of the mean as little-endian float32, in order."""
+    @_builtins.property
+    def bucket(self) -> Global___BucketName:
+        """The bucket."""
+
+    @_builtins.property
+    def squares(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Numbers whose exact sum is the sum of the squares of the mean: an expansion without overlap."""
+
+    def __init__(
+        self,
+        *,
+        bucket: Global___BucketName | None = ...,
+        first_element: _builtins.int = ...,
+        num_elements: _builtins.int = ...,
+        digests: _builtins.bytes = ...,
+        squares: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket", "digests", b"digests", "first_element", b"first_element", "num_elements", b"num_elements", "squares", b"squares"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SliceDigest: _TypeAlias = SliceDigest  # noqa: Y015
 
 @_typing.final
 class Revoked(_message.Message):
@@ -1273,6 +1507,8 @@ class CommitStepRequest(_message.Message):
     FOLLOWING_FIELD_NUMBER: _builtins.int
     SQUARE_SUM_FIELD_NUMBER: _builtins.int
     ORIGIN_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    SLICES_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.int
     """The caller."""
     epoch: _builtins.int
@@ -1297,6 +1533,8 @@ class CommitStepRequest(_message.Message):
     """Sum of the squares of what the worker contributed, over all parts and buckets; 0 means not said. For the alarm
     about outliers.
     """
+    generation: _builtins.int
+    """Generation of the exchange group that the caller contributed and received the means under; 0 with topology "star"."""
     @_builtins.property
     def microbatches(self) -> _containers.RepeatedCompositeFieldContainer[Global___MicrobatchStats]:
         """The leased micro-batches with weights and losses."""
@@ -1308,6 +1546,10 @@ class CommitStepRequest(_message.Message):
     @_builtins.property
     def origin(self) -> Global___StateOrigin:
         """Where the last update came from of the parameters that the caller had when it took the lease; absent means not said."""
+
+    @_builtins.property
+    def slices(self) -> _containers.RepeatedCompositeFieldContainer[Global___SliceDigest]:
+        """What the caller took down of the slices that it owns; on its first lease of the attempt only."""
 
     def __init__(
         self,
@@ -1325,10 +1567,12 @@ class CommitStepRequest(_message.Message):
         following: _builtins.bool = ...,
         square_sum: _builtins.float = ...,
         origin: Global___StateOrigin | None = ...,
+        generation: _builtins.int = ...,
+        slices: _abc.Iterable[Global___SliceDigest] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["origin", b"origin", "times", b"times"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "epoch", b"epoch", "following", b"following", "kind", b"kind", "lease_id", b"lease_id", "microbatches", b"microbatches", "num_buckets", b"num_buckets", "origin", b"origin", "parameters_sha256", b"parameters_sha256", "square_sum", b"square_sum", "step", b"step", "times", b"times", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "epoch", b"epoch", "following", b"following", "generation", b"generation", "kind", b"kind", "lease_id", b"lease_id", "microbatches", b"microbatches", "num_buckets", b"num_buckets", "origin", b"origin", "parameters_sha256", b"parameters_sha256", "slices", b"slices", "square_sum", b"square_sum", "step", b"step", "times", b"times", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1643,6 +1887,9 @@ class HeartbeatRequest(_message.Message):
     FAILED_OFFER_REASON_FIELD_NUMBER: _builtins.int
     ORIGIN_FIELD_NUMBER: _builtins.int
     OFFERED_STATE_IS_DAMAGED_FIELD_NUMBER: _builtins.int
+    CONTRIBUTED_LEASES_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    LOST_OWNERS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.int
     """The caller."""
     epoch: _builtins.int
@@ -1663,9 +1910,19 @@ class HeartbeatRequest(_message.Message):
     """True when the offer of a stored state could not be taken because the state itself is damaged or a part of it is
     missing, so that nobody can take it.
     """
+    generation: _builtins.int
+    """Generation of the exchange group that the two fields around this one speak of."""
     @_builtins.property
     def origin(self) -> Global___StateOrigin:
         """Where the last of `completed_steps` updates came from; absent means not said."""
+
+    @_builtins.property
+    def contributed_leases(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Leases of the step in progress whose contributions have left the caller whole, under `generation`."""
+
+    @_builtins.property
+    def lost_owners(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Owners that the caller could not reach, or lost, in this generation."""
 
     def __init__(
         self,
@@ -1680,10 +1937,13 @@ class HeartbeatRequest(_message.Message):
         failed_offer_reason: _builtins.str = ...,
         origin: Global___StateOrigin | None = ...,
         offered_state_is_damaged: _builtins.bool = ...,
+        contributed_leases: _abc.Iterable[_builtins.int] | None = ...,
+        generation: _builtins.int = ...,
+        lost_owners: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["origin", b"origin"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "completed_steps", b"completed_steps", "epoch", b"epoch", "failed_offer_id", b"failed_offer_id", "failed_offer_reason", b"failed_offer_reason", "offered_state_is_damaged", b"offered_state_is_damaged", "origin", b"origin", "published_steps", b"published_steps", "step", b"step", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "completed_steps", b"completed_steps", "contributed_leases", b"contributed_leases", "epoch", b"epoch", "failed_offer_id", b"failed_offer_id", "failed_offer_reason", b"failed_offer_reason", "generation", b"generation", "lost_owners", b"lost_owners", "offered_state_is_damaged", b"offered_state_is_damaged", "origin", b"origin", "published_steps", b"published_steps", "step", b"step", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1984,6 +2244,10 @@ class RunSnapshot(_message.Message):
     SKIPPED_MICROBATCHES_FIELD_NUMBER: _builtins.int
     NORM_ALARMS_FIELD_NUMBER: _builtins.int
     DIVERGENCES_FIELD_NUMBER: _builtins.int
+    TOPOLOGY_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    REGROUPS_FIELD_NUMBER: _builtins.int
+    WIRE_TYPE_FIELD_NUMBER: _builtins.int
     state: Global___RunState.ValueType
     """State of the run."""
     epoch: _builtins.int
@@ -2022,6 +2286,14 @@ class RunSnapshot(_message.Message):
     """Contributions whose norm was far from what is usual."""
     divergences: _builtins.int
     """Workers whose parameters differed from the others', each time that it was found."""
+    topology: _builtins.str
+    """How gradients of the newest training step are reduced: "star", "sharded" or "torch"; empty before the first."""
+    generation: _builtins.int
+    """Generation of its exchange group; 0 with "star"."""
+    regroups: _builtins.int
+    """Exchange groups that were formed in the middle of a step, since the coordinator was started."""
+    wire_type: _tensor_pb2.DType.ValueType
+    """Element type of contributions on the wire."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerSnapshot]:
         """Members, by worker_id."""
@@ -2059,10 +2331,14 @@ class RunSnapshot(_message.Message):
         skipped_microbatches: _builtins.int = ...,
         norm_alarms: _builtins.int = ...,
         divergences: _builtins.int = ...,
+        topology: _builtins.str = ...,
+        generation: _builtins.int = ...,
+        regroups: _builtins.int = ...,
+        wire_type: _tensor_pb2.DType.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_evaluation_accuracy", b"_evaluation_accuracy", "_evaluation_loss", b"_evaluation_loss", "_loss", b"_loss", "elapsed", b"elapsed", "evaluation_accuracy", b"evaluation_accuracy", "evaluation_loss", b"evaluation_loss", "loss", b"loss", "waiting", b"waiting"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_evaluation_accuracy", b"_evaluation_accuracy", "_evaluation_loss", b"_evaluation_loss", "_loss", b"_loss", "attempt", b"attempt", "committed_steps", b"committed_steps", "divergences", b"divergences", "elapsed", b"elapsed", "epoch", b"epoch", "evaluation_accuracy", b"evaluation_accuracy", "evaluation_loss", b"evaluation_loss", "extra_leases", b"extra_leases", "kind", b"kind", "loss", b"loss", "norm_alarms", b"norm_alarms", "num_steps", b"num_steps", "received_bytes", b"received_bytes", "reducer_bytes", b"reducer_bytes", "reducer_peak_bytes", b"reducer_peak_bytes", "samples_per_second", b"samples_per_second", "sent_bytes", b"sent_bytes", "skipped_microbatches", b"skipped_microbatches", "state", b"state", "stored_steps", b"stored_steps", "waiting", b"waiting", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_evaluation_accuracy", b"_evaluation_accuracy", "_evaluation_loss", b"_evaluation_loss", "_loss", b"_loss", "attempt", b"attempt", "committed_steps", b"committed_steps", "divergences", b"divergences", "elapsed", b"elapsed", "epoch", b"epoch", "evaluation_accuracy", b"evaluation_accuracy", "evaluation_loss", b"evaluation_loss", "extra_leases", b"extra_leases", "generation", b"generation", "kind", b"kind", "loss", b"loss", "norm_alarms", b"norm_alarms", "num_steps", b"num_steps", "received_bytes", b"received_bytes", "reducer_bytes", b"reducer_bytes", "reducer_peak_bytes", b"reducer_peak_bytes", "regroups", b"regroups", "samples_per_second", b"samples_per_second", "sent_bytes", b"sent_bytes", "skipped_microbatches", b"skipped_microbatches", "state", b"state", "stored_steps", b"stored_steps", "topology", b"topology", "waiting", b"waiting", "wire_type", b"wire_type", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__evaluation_accuracy: _TypeAlias = _typing.Literal["evaluation_accuracy"]  # noqa: Y015
     _WhichOneofArgType__evaluation_accuracy: _TypeAlias = _typing.Literal["_evaluation_accuracy", b"_evaluation_accuracy"]  # noqa: Y015
@@ -2103,6 +2379,7 @@ class WorkerSnapshot(_message.Message):
     STRIKES_FIELD_NUMBER: _builtins.int
     MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     SHARES_MEMORY_FIELD_NUMBER: _builtins.int
+    OWNS_SLICES_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.int
     """Number of the worker. Zero is a valid id."""
     worker_name: _builtins.str
@@ -2133,6 +2410,8 @@ class WorkerSnapshot(_message.Message):
     """Memory that it computes in; 0 when it did not say."""
     shares_memory: _builtins.bool
     """True when its gradients go through memory that it shares with the coordinator, so that frames only say where."""
+    owns_slices: _builtins.bool
+    """True when it reduces slices of gradients for the others."""
     @_builtins.property
     def device_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of its devices."""
@@ -2166,10 +2445,11 @@ class WorkerSnapshot(_message.Message):
         strikes: _builtins.int = ...,
         memory_bytes: _builtins.int = ...,
         shares_memory: _builtins.bool = ...,
+        owns_slices: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["last_seen", b"last_seen", "times", b"times"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "backend", b"backend", "committed", b"committed", "device_names", b"device_names", "following", b"following", "last_seen", b"last_seen", "memory_bytes", b"memory_bytes", "peer", b"peer", "received_bytes", b"received_bytes", "samples_per_second", b"samples_per_second", "sent_bytes", b"sent_bytes", "share", b"share", "share_reason", b"share_reason", "shares_memory", b"shares_memory", "strikes", b"strikes", "times", b"times", "worker_id", b"worker_id", "worker_name", b"worker_name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "backend", b"backend", "committed", b"committed", "device_names", b"device_names", "following", b"following", "last_seen", b"last_seen", "memory_bytes", b"memory_bytes", "owns_slices", b"owns_slices", "peer", b"peer", "received_bytes", b"received_bytes", "samples_per_second", b"samples_per_second", "sent_bytes", b"sent_bytes", "share", b"share", "share_reason", b"share_reason", "shares_memory", b"shares_memory", "strikes", b"strikes", "times", b"times", "worker_id", b"worker_id", "worker_name", b"worker_name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

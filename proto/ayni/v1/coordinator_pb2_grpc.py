@@ -154,7 +154,7 @@ class CoordinatorServiceServicer(object):
         """Says that the worker has contributed all that its lease of the step asks for, and waits until the step is
         committed. The commit is durable before it is answered. Idempotent: a committed step is answered again with the
         same values. Refuses with STEP_VOIDED when the attempt is given up, STALE_STEP, STALE_EPOCH, WEIGHT_MISMATCH,
-        NON_FINITE, DIVERGED, HALTED, LEASE_REVOKED, UNKNOWN_WORKER.
+        NON_FINITE, DIVERGED, HALTED, LEASE_REVOKED, UNKNOWN_WORKER, ROUND_RESTARTED when the exchange group has changed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -71,7 +71,7 @@ class CoordinatorServiceStub:
     """Says that the worker has contributed all that its lease of the step asks for, and waits until the step is
     committed. The commit is durable before it is answered. Idempotent: a committed step is answered again with the
     same values. Refuses with STEP_VOIDED when the attempt is given up, STALE_STEP, STALE_EPOCH, WEIGHT_MISMATCH,
-    NON_FINITE, DIVERGED, HALTED, LEASE_REVOKED, UNKNOWN_WORKER.
+    NON_FINITE, DIVERGED, HALTED, LEASE_REVOKED, UNKNOWN_WORKER, ROUND_RESTARTED when the exchange group has changed.
     """
     Lanes: _grpc.StreamStreamMultiCallable[_coordinator_pb2.LanesRequest, _coordinator_pb2.LanesResponse]
     """Carries assignments, gradient streams and commits of one worker over one stream, for as long as it is a member: that
@@ -132,7 +132,7 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     """Says that the worker has contributed all that its lease of the step asks for, and waits until the step is
     committed. The commit is durable before it is answered. Idempotent: a committed step is answered again with the
     same values. Refuses with STEP_VOIDED when the attempt is given up, STALE_STEP, STALE_EPOCH, WEIGHT_MISMATCH,
-    NON_FINITE, DIVERGED, HALTED, LEASE_REVOKED, UNKNOWN_WORKER.
+    NON_FINITE, DIVERGED, HALTED, LEASE_REVOKED, UNKNOWN_WORKER, ROUND_RESTARTED when the exchange group has changed.
     """
     Lanes: _aio.StreamStreamMultiCallable[_coordinator_pb2.LanesRequest, _coordinator_pb2.LanesResponse]  # type: ignore[assignment]
     """Carries assignments, gradient streams and commits of one worker over one stream, for as long as it is a member: that
@@ -226,7 +226,7 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         """Says that the worker has contributed all that its lease of the step asks for, and waits until the step is
         committed. The commit is durable before it is answered. Idempotent: a committed step is answered again with the
         same values. Refuses with STEP_VOIDED when the attempt is given up, STALE_STEP, STALE_EPOCH, WEIGHT_MISMATCH,
-        NON_FINITE, DIVERGED, HALTED, LEASE_REVOKED, UNKNOWN_WORKER.
+        NON_FINITE, DIVERGED, HALTED, LEASE_REVOKED, UNKNOWN_WORKER, ROUND_RESTARTED when the exchange group has changed.
         """
 
     @_abc_1.abstractmethod

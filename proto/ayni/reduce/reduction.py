@@ -24,11 +24,16 @@ import enum
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ayni.errors import BadChunk, Duplicate, NonFinite, SpecMismatch
-from ayni.tensors import Floats, TensorSpec, first_non_finite
+import numpy as np
+
+from ayni.errors import Duplicate, SpecMismatch
+from ayni.reduce.digest import SEGMENT, MeanDigest
+from ayni.reduce.packed import Values, add, floats, is_finite
+from ayni.reduce.places import MeanPlace
+from ayni.reduce.refusals import bad_chunk, not_finite, overflow
+from ayni.reduce.sums import mean
+from ayni.tensors import Bytes, Floats, TensorSpec
 from ayni.tree import Node, children, cover, parent, root
-from coordinator_service.places import MeanPlace
-from coordinator_service.sums import add, divide, is_finite
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,7 +111,7 @@ class Round:
         self._weights: dict[int, int] = {}
         self._total_weight = 0
         self._contributions: dict[int, _Contribution] = {}
-        self._pending: dict[int, dict[Node, Floats]] = {}
+        self._pending: dict[int, dict[Node, Values]] = {}
         """For each chunk position (its first element), the sums that wait for their other half."""
         self._emitted = 0
         self._digest = self._place.new_digest()
@@ -115,6 +120,11 @@ class Round:
     def mean_N(self) -> Floats | None:  # noqa: N802
         """Where the mean is put together, shape [N], float32; None for anywhere."""
         return self._place.mean_N
+
+    @property
+    def wire(self) -> Bytes | None:
+        """Where the mean lies as it travels; None for nowhere."""
+        return self._place.wire
 
     @property
     def open_for(self) -> list[int]:
@@ -128,8 +138,16 @@ class Round:
 
     @property
     def digest(self) -> str:
-        """XXH3-128 in hex over the bytes of the mean that was emitted so far: float32, little-endian."""
-        return self._digest.hexdigest()
+        """The hash in hex of the mean that was emitted so far; see `ayni.reduce.digest`."""
+        return self.taken_down().hexdigest()
+
+    def taken_down(self) -> MeanDigest:
+        """Returns what was taken down of the mean that was emitted so far; where nothing weighs anything, of zeros."""
+        if self._declared and self.total_weight == 0 and not self._emitted:
+            for start in range(0, self.spec.num_elements, SEGMENT):
+                self._digest.add(np.zeros(min(SEGMENT, self.spec.num_elements - start), np.float32))
+            self._emitted = self.spec.num_elements
+        return self._digest
 
     def has_begun(self, lease: int) -> bool:
         """Returns whether a lease's contribution has begun."""
@@ -234,15 +252,15 @@ class Round:
                     self._total_weight -= self._weights.pop(microbatch)
         return Fate.REMOVED, self._settle() if self._declared else []
 
-    def contribute(self, lease: int, part: int, offset: int, values_C: Floats) -> list[Reduced]:
+    def contribute(self, lease: int, part: int, offset: int, values_C: Values) -> list[Reduced]:
         """Adds one chunk of one part and returns what became complete.
 
         Args:
             lease: has begun.
             part: index into the lease's parts.
             offset: first element, equal to the elements this part has contributed so far.
-            values_C: shape [C], float32. Kept, not copied; the caller must not change it afterwards. Added in place
-                when it is writable.
+            values_C: shape [C], float32, or as they travel. Kept, not copied; the caller must not change it
+                afterwards. Added in place when it is writable.
 
         Returns:
             Zero or one Reduced. Bit-identical for every order of arrival.
@@ -286,43 +304,18 @@ class Round:
                     bucket=self.label,
                 )
 
-    def _check_chunk(self, contribution: _Contribution, part: int, offset: int, values_C: Floats) -> None:
+    def _check_chunk(self, contribution: _Contribution, part: int, offset: int, values_C: Values) -> None:
         if not part < len(contribution.parts) or self._absent(contribution.parts[part]):
-            raise self._bad_chunk(contribution, "part", f"one with weight, of {len(contribution.parts)}", part)
+            raise bad_chunk(
+                self.label, contribution.name, "part", f"one with weight, of {len(contribution.parts)}", part
+            )
         if offset != contribution.next_offsets[part]:
-            raise self._bad_chunk(contribution, "offset", contribution.next_offsets[part], offset)
+            raise bad_chunk(self.label, contribution.name, "offset", contribution.next_offsets[part], offset)
         length = min(self.chunk_elements, self.spec.num_elements - offset)
         if values_C.size != length or length == 0:
-            raise self._bad_chunk(contribution, "length", length, values_C.size)
+            raise bad_chunk(self.label, contribution.name, "length", length, values_C.size)
         if not is_finite(values_C):
-            bad = first_non_finite(values_C) or 0
-            raise NonFinite(
-                f"{self.label}: worker {contribution.name} contributes {values_C[bad]} at element {offset + bad}",
-                worker=contribution.name,
-                bucket=self.label,
-                element=offset + bad,
-                value=values_C[bad],
-            )
-
-    def _overflow(self, offset: int, mean_C: Floats) -> NonFinite:
-        bad = first_non_finite(mean_C) or 0
-        return NonFinite(
-            f"{self.label}: the workers' gradients, each finite, add up to {mean_C[bad]} at element {offset + bad}: "
-            "their sum is beyond float32",
-            worker="(sum of all)",
-            bucket=self.label,
-            element=offset + bad,
-            value=mean_C[bad],
-        )
-
-    def _bad_chunk(self, contribution: _Contribution, name: str, expected: object, received: object) -> BadChunk:
-        return BadChunk(
-            f"{self.label}: worker {contribution.name} sends a chunk with {name} {received}; expected {expected}",
-            field=name,
-            expected=expected,
-            received=received,
-            bucket=self.label,
-        )
+            raise not_finite(self.label, contribution.name, offset, floats(values_C))
 
     def _is_settled(self, start: int, stop: int) -> bool:
         """Returns whether contributions that stay, of leases that are over, cover [start, stop)."""
@@ -342,36 +335,39 @@ class Round:
                     emitted.append(self._add(offset, node, values))
         return [reduced for reduced in emitted if reduced is not None]
 
-    def _take(self, offset: int, node: Node) -> Floats | None:
+    def _take(self, offset: int, node: Node) -> Values | None:
         pending = self._pending.get(offset)
         values = pending.pop(node, None) if pending else None
         if values is not None:
             self.held_bytes -= values.nbytes
         return values
 
-    def _add(self, offset: int, node: Node, values: Floats) -> Reduced | None:
+    def _add(self, offset: int, node: Node, values: Values) -> Reduced | None:
         """Climbs the tree from `node` as far as sums are there; emits at the root."""
         while node != self._root:
             above = parent(node, self._root.stop)
             left, right = children(above) or (node, node)
             other = self._take(offset, right if node == left else left)
+            if other is not None and above == self._root and self._declared:
+                return self._emit(offset, floats(values), floats(other))
             if other is not None:
                 values = add(values, other) if node == left else add(other, values)
             elif not self._absent(right if node == left else left):
                 break
             node = above
         if node == self._root and self._declared:
-            return self._emit(offset, values)
+            return self._emit(offset, floats(values))
         self._pending.setdefault(offset, {})[node] = values
         self.held_bytes += values.nbytes
         return None
 
-    def _emit(self, offset: int, total_C: Floats) -> Reduced:
+    def _emit(self, offset: int, values_C: Floats, other_C: Floats | None = None) -> Reduced:
+        """Emits the root: one sum, or two that are still to be added."""
         self._pending.pop(offset, None)
-        out_C = None if self.mean_N is None else self.mean_N[offset : offset + total_C.size]
-        mean_C = divide(total_C, self.total_weight, out_C)
-        if not is_finite(mean_C):
-            raise self._overflow(offset, mean_C)
+        out_C = None if self.mean_N is None else self.mean_N[offset : offset + values_C.size]
+        mean_C, bad = mean(values_C, other_C, self.total_weight, out_C)
+        if bad is not None:
+            raise overflow(self.label, offset + bad, mean_C[bad])
         self._digest.add(mean_C)
         self._emitted += mean_C.size
         return Reduced(offset=offset, values_C=mean_C)

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ayni.tensors import Floats, TensorSpec
-from coordinator_service.digest import MeanDigest
+from ayni.reduce.digest import MeanDigest
+from ayni.tensors import Bytes, Floats, TensorSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -15,6 +15,8 @@ class MeanPlace:
     """Makes what the chunks are taken down in."""
     mean_N: Floats | None = None  # noqa: N815
     """Where the mean is put together, shape [N], float32; None for anywhere."""
+    wire: Bytes | None = None
+    """Where the mean lies as it travels: the bytes of `mean_N` where there is one. None for nowhere."""
 
 
 class Places:

@@ -1,0 +1,68 @@
+"""A chunk of a contribution as it came, checked and decoded.  [core]"""
+
+import zlib
+from dataclasses import dataclass
+
+from ayni import tensors
+from ayni.errors import BadChunk, Checksum
+from ayni.frames import ChunkView, decode_frame
+from ayni.tensors import Floats
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arrived:
+    """A chunk of one part.
+
+    Attributes:
+        part: index into the contribution's parts.
+        offset: first element.
+        values_C: shape [C], float32; a read-only view of the frame for float32.
+    """
+
+    part: int
+    offset: int
+    values_C: Floats  # noqa: N815
+
+
+def arrived(frame: bytes, label: str, dtype: str, chunk_elements: int) -> Arrived:
+    """Returns the chunk in a frame (no copy of a float32 payload).
+
+    Args:
+        frame: the message.
+        label: names step and bucket in errors.
+        dtype: element type on the wire.
+        chunk_elements: most elements of a chunk; more are refused before they are decoded.
+
+    Raises:
+        BadRequest: the frame is not valid protobuf.
+        BadChunk: it is no chunk, too long, or begins inside an element.
+        Checksum: it carries a CRC-32 that is not its own.
+    """
+    number, chunk = decode_frame(frame)
+    if not isinstance(chunk, ChunkView) or chunk.shared is not None:
+        kind = f"field {number}" if not isinstance(chunk, ChunkView) else "bytes in shared memory"
+        raise _bad(label, "frame", "a chunk with data", kind)
+    size = tensors.position_bytes(dtype)
+    if chunk.offset_bytes % size:
+        raise _bad(label, "offset", f"a multiple of {size}", chunk.offset_bytes)
+    most = tensors.payload_bytes(chunk_elements, dtype)
+    if len(chunk.data) > most:
+        raise _bad(label, "length", f"at most {most}", len(chunk.data))
+    if chunk.crc32 is not None and zlib.crc32(chunk.data) != chunk.crc32:
+        raise Checksum(
+            f"{label}: the bytes of a chunk at {chunk.offset_bytes} do not match their CRC-32",
+            name=label,
+            expected=f"{chunk.crc32:08x}",
+            received=f"{zlib.crc32(chunk.data):08x}",
+        )
+    return Arrived(part=chunk.part, offset=chunk.offset_bytes // size, values_C=tensors.decode(chunk.data, dtype))
+
+
+def _bad(label: str, field: str, expected: object, received: object) -> BadChunk:
+    return BadChunk(
+        f"{label}: a chunk has {field} {received}; expected {expected}",
+        field=field,
+        expected=expected,
+        received=received,
+        bucket=label,
+    )

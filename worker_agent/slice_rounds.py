@@ -1,0 +1,374 @@
+"""Slices that this worker reduces for its exchange group, in the newest attempt that it was told of.  [shell]
+
+Legend: S elements in a slice, C elements in a chunk.
+
+One `SliceRound` reduces one slice of one bucket, with the coordinator's reducer. The mean is put together in a *store*,
+where it stays until the attempt is over: whoever takes it reads on from where it is, so a slow reader costs no memory
+and delays nobody, and one whose stream broke reads again from the start. A contribution is read no further while it is
+`window` chunks ahead of the mean, or its worker fills its budget; one chunk of each is always admitted, so the budget
+can't deadlock.
+
+A new group, or a new attempt, ends all rounds: `open` takes back the stores, and whoever contributes is refused. A
+contribution under a group that this worker was not told of yet waits, with a deadline. A lease that begins again takes
+the place of its stream before; what had come whole stays, what had come in part makes the slice start again.
+
+Belongs to the event loop.
+"""
+
+import asyncio
+import logging
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from ayni import frames, tensors
+from ayni.buckets import Bucket
+from ayni.errors import AyniError, Deadline, NonFinite, RoundRestarted, StaleEpoch, WeightMismatch
+from ayni.reduce.chunks import arrived
+from ayni.reduce.places import MeanPlace
+from ayni.reduce.reduction import Fate, Reduced, Round
+from ayni.reduce.refusals import SUM_OF_ALL
+from ayni.reduce.thread_digest import digest_for
+from ayni.step_values import MicrobatchStats, SliceDigest
+from ayni.tensors import Floats, TensorSpec
+from worker_agent.changes import Change
+from worker_agent.slice_offers import SliceOffer, Terms, check, check_secret, duplicate, mismatch
+
+_log = logging.getLogger(__name__)
+
+WINDOW_CHUNKS = 8
+"""Chunks of one contribution that wait in memory before its worker is slowed down."""
+_WORKER_CHUNKS = 32
+"""The same over all contributions of a worker."""
+_FRAMES = 8
+"""Frames of a mean that are kept for the next who takes it."""
+_WAIT_S = 120.0
+"""How long a contribution waits for the coordinator to tell this worker of its group."""
+
+
+class Budget:
+    """What one worker has in flight over all of its contributions."""
+
+    def __init__(self) -> None:
+        """Starts empty."""
+        self.contributions: set[SliceContribution] = set()
+        self.changed = Change()
+        """Announced when there may be room for more."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether nothing more is read than one chunk of each."""
+        return sum(contribution.backlog for contribution in self.contributions) >= _WORKER_CHUNKS
+
+
+class SliceRound:
+    """One slice of one bucket, and everybody who contributes to it."""
+
+    def __init__(self, terms: Terms, offer: SliceOffer, store_S: Floats) -> None:
+        """Opens it for a first contribution, whose tensor all others must have; the mean goes to `store_S`."""
+        self.bucket = offer.bucket
+        self.start = offer.start
+        self.whole = offer.spec
+        self.store_S = store_S
+        self.contributions: dict[int, SliceContribution] = {}
+        """The stream of each lease, which may have ended."""
+        self.change = Change()
+        """Announced when there is more of the mean, and when nobody needs to wait for it any more."""
+        self.chunk_elements = terms.group.chunk_bytes // tensors.position_bytes(terms.wire_type)
+        self.round = Round(
+            label=offer.name,
+            spec=TensorSpec(dtype=terms.wire_type, num_elements=store_S.size),
+            num_microbatches=terms.num_microbatches,
+            chunk_elements=self.chunk_elements,
+            expected=(),
+            place=MeanPlace(
+                new_digest=digest_for(store_S.size), mean_N=store_S if terms.wire_type == "float32" else None
+            ),
+        )
+        self._dtype = tensors.mean_dtype(terms.wire_type)
+        self._stats: dict[int, MicrobatchStats] = {}
+        self._frames: dict[int, bytes] = {}
+        self.emitted = 0
+        """Elements of the mean that are there."""
+
+    def begin(self, offer: SliceOffer, name: str, budget: Budget) -> "SliceContribution":
+        """Opens a lease's contribution, for the first time or again.
+
+        Raises:
+            SpecMismatch, Duplicate: see `Round.begin`.
+        """
+        if offer.spec != self.whole:
+            raise mismatch(offer, "tensor", self.whole, offer.spec)
+        before = self.contributions.get(offer.lease_id)
+        if before and before.offer.worker_id != offer.worker_id:
+            raise duplicate(offer, f"lease {offer.lease_id} is worker {before.offer.worker_id}'s")
+        if before:
+            before.fail(self._restarted("its worker has begun again"))
+        is_held = self.round.has_begun(offer.lease_id) and self.round.finished_sending(offer.lease_id)
+        reduced: Sequence[Reduced] = ()
+        if not is_held:
+            self._take_back(offer.lease_id)
+            reduced = self.round.begin(offer.lease_id, name, self.round.spec, offer.weights)
+            self._stats.update({stats.microbatch: stats for stats in offer.stats})
+        found = SliceContribution(self, offer, budget, is_held=is_held)
+        self.contributions[offer.lease_id] = found
+        self.publish(reduced)
+        return found
+
+    def publish(self, reduced: Sequence[Reduced]) -> None:
+        """Takes finished chunks into the store, as they travel, and wakes whoever waits."""
+        for chunk in reduced:
+            assert chunk.offset == self.emitted, "chunks of a mean come in order"
+            stop = chunk.offset + chunk.values_C.size
+            if self.round.mean_N is None:
+                payload = tensors.encode(chunk.values_C, self._dtype)
+                tensors.decode_into(payload, self._dtype, self.store_S[chunk.offset : stop])
+            self.emitted = stop
+        if reduced or self.round.complete:
+            self.change.announce()
+            for contribution in self.contributions.values():
+                contribution.budget.changed.announce()
+
+    def frame(self, start: int, stop: int) -> bytes:
+        """Returns a chunk of the mean as it is sent (one copy, which all who read at the same pace share)."""
+        found = self._frames.get(start)
+        if found is None:
+            payload = tensors.encode(self.store_S[start:stop], self._dtype)
+            found = frames.encode_chunk(frames.CHUNK_FIELD, start * tensors.itemsize(self._dtype), 0, payload)
+            self._frames[start] = found
+            if len(self._frames) > _FRAMES:
+                del self._frames[next(iter(self._frames))]
+        return found
+
+    def totals(self) -> tuple[float | None, int, int]:
+        """Returns the loss over all micro-batches (None where one is not known), correct ones and predictions."""
+        stats = [self._stats[microbatch] for microbatch in sorted(self._stats)]
+        losses = [one.loss_sum for one in stats if one.loss_sum is not None]
+        weight = self.round.total_weight
+        loss = (_exact_sum(losses) / weight if weight else 0.0) if len(losses) == len(stats) else None
+        return loss, sum(one.num_correct for one in stats), sum(one.num_predictions for one in stats)
+
+    def digest(self) -> SliceDigest:
+        """Returns what was taken down of the mean; zeros count where nobody had weight."""
+        taken = self.round.taken_down()
+        return SliceDigest(
+            bucket=self.bucket,
+            first_element=self.start,
+            num_elements=self.store_S.size,
+            digests=b"".join(taken.digests()),
+            squares=tuple(taken.square_expansion()),
+        )
+
+    def fail(self, error: AyniError) -> None:
+        """Ends every contribution with an error."""
+        self._frames.clear()
+        for contribution in list(self.contributions.values()):
+            contribution.fail(error)
+
+    def forget_frames(self) -> None:
+        """Lets go of frames that nobody takes any more."""
+        if not any(one.offer.takes_mean and one.is_open for one in self.contributions.values()):
+            self._frames.clear()
+
+    def _take_back(self, lease_id: int) -> None:
+        """Takes out what had come of a lease in part, or all where that can't be."""
+        if not self.round.has_begun(lease_id):
+            return
+        fate, _ = self.round.drop(lease_id, is_over=False)
+        if fate is Fate.PARTIAL:
+            self.round.restart(())
+            self.emitted = 0
+            self.fail(self._restarted("a part of another contribution was lost"))
+            self.contributions.clear()
+            self._stats.clear()
+
+    def _restarted(self, detail: str) -> RoundRestarted:
+        sentence = f"{self.round.label} starts again: {detail}"
+        return RoundRestarted(sentence, bucket=self.bucket, detail=detail)
+
+
+class SliceContribution:
+    """One lease's contribution to one slice, over the network or from this very worker."""
+
+    def __init__(self, live: SliceRound, offer: SliceOffer, budget: Budget, *, is_held: bool) -> None:
+        """Registers with its worker's budget; `is_held` says that all of it is here already."""
+        self.live = live
+        self.offer = offer
+        self.is_held = is_held
+        self.is_open = True
+        """Whether it is served still."""
+        self.failure: asyncio.Future[AyniError] = asyncio.get_running_loop().create_future()
+        """Done when the contribution was refused or given up."""
+        self.budget = budget
+        self._position = 0
+        budget.contributions.add(self)
+
+    @property
+    def failed(self) -> bool:
+        """Whether the contribution was refused or given up."""
+        return self.failure.done()
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Length of every chunk but the last; see `RoundAccepted`."""
+        return self.live.chunk_elements * tensors.position_bytes(self.live.round.spec.dtype)
+
+    @property
+    def backlog(self) -> int:
+        """Chunk positions ahead of the mean."""
+        return 0 if self.failed else self.live.round.backlog(self.offer.lease_id)
+
+    def arrive(self, frame: bytes) -> None:
+        """Adds the chunk in a frame.
+
+        Raises:
+            BadChunk, NonFinite, BadRequest, Checksum: the frame is refused; nothing of it was added.
+        """
+        live = self.live
+        chunk = arrived(frame, live.round.label, live.round.spec.dtype, live.chunk_elements)
+        self.add(chunk.part, chunk.offset, chunk.values_C)
+
+    def add(self, part: int, offset: int, values_C: Floats) -> None:
+        """Adds a chunk, shape [C], which must not change afterwards; see `Round.contribute`."""
+        live = self.live
+        try:
+            live.publish(live.round.contribute(self.offer.lease_id, part, offset, values_C))
+        except NonFinite as error:
+            if error.metadata["worker"] == SUM_OF_ALL:
+                live.fail(error)
+            raise
+
+    async def room(self) -> None:
+        """Waits until the next chunk may be read. Ends at once when the contribution failed."""
+        while not self.failed and not self._has_room():
+            await self.budget.changed.wait()
+
+    async def next_chunk(self) -> tuple[int, int] | None:
+        """Waits for the next chunk [start, stop) of the mean in the store; None after the last.
+
+        Raises:
+            AyniError: the contribution was refused or given up.
+        """
+        live = self.live
+        while not self.failed:
+            if self._position < live.emitted and self.offer.takes_mean:
+                start = self._position
+                self._position = min(start + live.chunk_elements, live.store_S.size)
+                return start, self._position
+            if live.round.complete:
+                return None
+            await live.change.wait()
+        raise self.failure.result()
+
+    def fail(self, error: AyniError) -> None:
+        """Ends the contribution. The first error counts."""
+        if not self.failed:
+            self.failure.set_result(error)
+        self.live.change.announce()
+        self.budget.changed.announce()
+
+    def close(self) -> None:
+        """Leaves the worker's budget: nobody serves it any more."""
+        self.is_open = False
+        self.budget.contributions.discard(self)
+        self.live.forget_frames()
+        self.budget.changed.announce()
+
+    def _has_room(self) -> bool:
+        ahead = self.backlog
+        return ahead == 0 or (ahead < WINDOW_CHUNKS and not self.budget.is_full)
+
+
+class SliceRounds:
+    """All slices that this worker owns in one attempt."""
+
+    def __init__(self, wait_s: float = _WAIT_S) -> None:
+        """Starts without a group; contributions wait so long for one that was not told yet."""
+        self.terms: Terms | None = None
+        self._wait_s = wait_s
+        self._rounds: dict[Bucket, SliceRound] = {}
+        self._budgets: dict[int, Budget] = {}
+        self._weights: dict[int, int] = {}
+        self._free: dict[int, list[Floats]] = {}
+        self._told = Change()
+
+    def open(self, terms: Terms) -> None:
+        """Ends what came before; contributions under these terms are taken from now on."""
+        self.end(f"{terms.moment} is in force now")
+        self.terms = terms
+        self._told.announce()
+
+    def end(self, why: str) -> None:
+        """Ends all rounds and refuses what comes for them; their memory is used again by the next ones."""
+        terms, self.terms = self.terms, None
+        generation = terms.moment.generation if terms else 0
+        for live in self._rounds.values():
+            live.fail(StaleEpoch(f"{live.round.label}: {why}", epoch=generation, current_epoch=generation))
+        self._free = {}
+        for live in self._rounds.values():
+            self._free.setdefault(live.store_S.size, []).append(live.store_S)
+        self._rounds.clear()
+        self._budgets.clear()
+        self._weights.clear()
+
+    async def admit(self, offer: SliceOffer, secret: str) -> SliceContribution:
+        """Begins a contribution that came over the network; waits for the word of its group.
+
+        Raises:
+            Deadline: the word did not come.
+            TokenRefused: the caller is in another group.
+            AyniError: see `begin`.
+        """
+        try:
+            async with asyncio.timeout(self._wait_s):
+                while self.terms is None or offer.moment > self.terms.moment:
+                    await self._told.wait()
+        except TimeoutError:
+            what = f"the coordinator's word of {offer.moment}"
+            sentence = f"{offer.name}: this worker waited {self._wait_s:g} s in vain for {what}"
+            raise Deadline(sentence, waiting_for=what, timeout=self._wait_s) from None
+        if offer.moment == self.terms.moment:
+            check_secret(secret, self.terms)
+        return self.begin(offer)
+
+    def begin(self, offer: SliceOffer) -> SliceContribution:
+        """Begins a contribution.
+
+        Raises:
+            AyniError: see `slice_offers.check` and `SliceRound.begin`.
+        """
+        terms = self.terms
+        if terms is None:
+            sentence = f"{offer.name}: this worker is in no exchange group at the moment"
+            raise StaleEpoch(sentence, epoch=offer.moment.generation, current_epoch=0)
+        check(offer, terms)
+        self._check_weights(offer)
+        live = self._rounds.get(offer.bucket)
+        if live is None:
+            live = self._rounds[offer.bucket] = SliceRound(terms, offer, self._store(offer.stop - offer.start))
+        budget = self._budgets.setdefault(offer.worker_id, Budget())
+        return live.begin(offer, terms.name_of(offer.worker_id), budget)
+
+    def digests(self) -> tuple[SliceDigest, ...]:
+        """Returns what was taken down of all slices, by bucket."""
+        return tuple(self._rounds[bucket].digest() for bucket in sorted(self._rounds))
+
+    def _check_weights(self, offer: SliceOffer) -> None:
+        for microbatch, weight in offer.weights.items():
+            known = self._weights.setdefault(microbatch, weight)
+            if known != weight:
+                sentence = f"{offer.name}: micro-batch {microbatch} has weight {weight}; another bucket said {known}"
+                raise WeightMismatch(sentence, microbatch=microbatch, expected=known, received=weight)
+
+    def _store(self, num_elements: int) -> Floats:
+        free = self._free.get(num_elements)
+        return free.pop() if free else np.empty(num_elements, np.float32)
+
+
+def _exact_sum(losses: Sequence[float]) -> float:
+    """Returns the sum of the losses, rounded once; infinite when it is beyond float64."""
+    try:
+        return math.fsum(losses)
+    except OverflowError:
+        return math.inf
