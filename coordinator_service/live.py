@@ -124,6 +124,11 @@ class LiveStep:
             wire_type=self.wire_type,
         )
 
+    @property
+    def generation(self) -> int:
+        """Number of the exchange group in force; 0 where the coordinator reduces."""
+        return self.peers.group.generation if self.peers else 0
+
     def samples_of(self, lease: Lease) -> int:
         """Returns how many samples a lease covers."""
         whole = (self.layout.position, self.layout.num_samples, self.core.num_microbatches)

@@ -116,9 +116,8 @@ class Run:
             AyniError: see `Membership.admit`.
         """
         if self.progress.state == "suspended":
-            raise UnknownWorker(
-                "this coordinator is being stopped; join the one that is started next", worker_id="none"
-            )
+            sentence = "this coordinator is being stopped; join the one that is started next"
+            raise UnknownWorker(sentence, worker_id="none")
         if self.progress.ended:
             raise RunEnded(
                 f"run {self.file.run_id} is {self.progress.state}: {self.progress.detail}",
@@ -256,7 +255,9 @@ class Run:
             self.releases.note_sent(self.live, seat.member.worker_id)
 
     def note_exchange(self, seat: Seat, news: ExchangeNews) -> None:
-        """Takes what a worker says of its exchange group."""
+        """Takes what a worker says of its exchange group; a reduction that failed for good halts the run."""
+        if self.live and news.failed and self.live.generation == news.generation:
+            self.halt(Halted(news.failed, detail=news.failed), seat.member.name)
         if self.live and self.regrouping.hear(self.live, seat, news):
             self.releases.note_sent(self.live, seat.member.worker_id)
 

@@ -71,11 +71,13 @@ class ExchangeNews:
         generation: group that it speaks of.
         contributed: leases whose contributions have left it whole.
         lost: owners that it could not reach.
+        failed: why a reduction failed for good, for people; empty for nothing.
     """
 
     generation: int
     contributed: tuple[int, ...] = ()
     lost: tuple[int, ...] = ()
+    failed: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

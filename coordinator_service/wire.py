@@ -22,6 +22,7 @@ _MAX_COMPONENTS = 1 << 16
 _MAX_SAMPLES = 1 << 48
 _MAX_BUCKETS = 1 << 20
 _MAX_REPORTED = 1 << 16
+_MAX_SENTENCE = 512
 _TOPOLOGIES = ("sharded", "torch")
 _KINDS = {"train": pb.STEP_KIND_TRAIN, "evaluate": pb.STEP_KIND_EVALUATE}
 
@@ -193,6 +194,7 @@ def exchange_news(request: pb.HeartbeatRequest) -> values.ExchangeNews:
         generation=request.generation,
         contributed=tuple(request.contributed_leases),
         lost=tuple(request.lost_owners),
+        failed=one_line(request.failed_reduction[:_MAX_SENTENCE]),
     )
 
 

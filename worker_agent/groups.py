@@ -15,7 +15,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from ayni.buckets import Bucket
-from ayni.errors import Incompatible, RoundRestarted, StaleEpoch
+from ayni.errors import (
+    BadChunk,
+    Checksum,
+    Incompatible,
+    NonFinite,
+    RoundRestarted,
+    SpecMismatch,
+    StaleEpoch,
+    WeightMismatch,
+)
 from ayni.step_values import ExchangeGroup
 from worker_agent.backoff import delays
 from worker_agent.changes import Change
@@ -31,6 +40,8 @@ from worker_agent.standing import Standing
 
 _log = logging.getLogger(__name__)
 
+_FINAL = (NonFinite, SpecMismatch, WeightMismatch, BadChunk, Checksum)
+"""What no other group changes: the coordinator is told, and halts the run."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 
 
@@ -220,6 +231,7 @@ class Groups:
         """Has heartbeats speak of another generation, of which nothing is known yet."""
         self._standing.generation = generation
         self._standing.contributed_leases = self._standing.lost_owners = ()
+        self._standing.failed_reduction = ""
 
     def _start(self, entry: _Entry) -> None:
         assert self._terms
@@ -270,6 +282,9 @@ class Groups:
 
     def _note(self, entry: _Entry, moment: Moment, outcome: Outcome | Exception | None) -> None:
         if isinstance(outcome, Exception):
+            if isinstance(outcome, _FINAL) and not self._standing.failed_reduction:
+                self._standing.failed_reduction = outcome.message
+                self._beat_now()
             entry.fail(outcome)
         else:
             assert outcome, "only what was stopped has no outcome"

@@ -96,6 +96,8 @@ class SignOfLife:
     """Leases whose contributions have left whole."""
     lost_owners: tuple[int, ...] = ()
     """Owners that this worker could not reach."""
+    failed_reduction: str = ""
+    """Why a reduction of that group failed for good."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -388,4 +390,5 @@ def heartbeat_request(worker_id: int, sign: SignOfLife) -> pb.HeartbeatRequest:
         generation=sign.generation,
         contributed_leases=sign.contributed_leases,
         lost_owners=sign.lost_owners,
+        failed_reduction=sign.failed_reduction,
     )

@@ -50,6 +50,8 @@ class Standing:
     """Leases whose contributions have left whole."""
     lost_owners: tuple[int, ...] = ()
     """Owners that it could not reach."""
+    failed_reduction: str = ""
+    """Why a reduction of that group failed for good."""
 
     @property
     def writes_checkpoints(self) -> bool:
@@ -81,4 +83,5 @@ class Standing:
             generation=self.generation,
             contributed_leases=self.contributed_leases,
             lost_owners=self.lost_owners,
+            failed_reduction=self.failed_reduction,
         )

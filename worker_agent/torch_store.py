@@ -56,7 +56,7 @@ class RendezvousStore:
         if not hasattr(self._store, "list_keys"):
             return
         for key in self._store.list_keys():
-            if prefix in key:
+            if prefix in key.split("/"):
                 self._store.delete_key(key)
 
     def close(self) -> None:

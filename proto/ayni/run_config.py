@@ -257,6 +257,10 @@ class RunConfig:
         _at_least("quarantine_after", self.quarantine_after, 1)
         _one_of("wire_type", self.wire_type, WIRE_DTYPES)
         _one_of("topology", self.topology, TOPOLOGIES)
+        if self.topology == "torch" and self.wire_type != "float32":
+            raise ValueError(
+                f"wire_type is {self.wire_type}; with topology torch it must be float32, which torch sends"
+            )
         if self.start_workers and self.start_workers < self.min_workers:
             raise ValueError(f"start_workers ({self.start_workers}) is less than min_workers ({self.min_workers})")
         if self.local_update.enabled and not self.batch.microbatches:

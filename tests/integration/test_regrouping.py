@@ -185,6 +185,24 @@ def test_an_owner_that_somebody_can_not_reach_owns_nothing_until_the_members_cha
     assert owners(fourth) == ["ant", "bee", "cat", "dog"]
 
 
+def test_a_reduction_that_failed_for_good_halts_the_run(tmp_path):
+    async def scenario(address):
+        async with peer_workers(address, "ant", "bee") as (ant, bee):
+            leases = await leases_of((ant, bee))
+            await say(ant, pb.ExchangeGroup(generation=1), failed_reduction="of a group that is over")
+            waiting = asyncio.create_task(commit(bee, leases[1].group, leases[1]))
+            await somebody_has_committed(ant)
+            await say(ant, leases[0].group, failed_reduction="step 0, flat: the sum is beyond float32")
+            (answer,) = await asyncio.gather(waiting, return_exceptions=True)
+            return reason_of(answer), (await snapshot_of(ant)).state
+
+    with coordinator(tmp_path, {**RUN, "start_workers": 2}) as process:
+        assert asyncio.run(scenario(process.address)) == ("HALTED", pb.RUN_STATE_HALTED)
+        log = process.read_log()
+    assert "the run was halted: worker ant: step 0, flat: the sum is beyond float32" in log
+    assert "a group that is over" not in log
+
+
 def test_without_an_owner_left_the_coordinator_reduces(tmp_path):
     async def scenario(address):
         async with peer_workers(address, "ant", "bee") as (ant, bee):

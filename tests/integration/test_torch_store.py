@@ -142,10 +142,11 @@ def test_a_store_that_is_gone_is_not_dialled_for_long():
 
 def test_keys_of_an_ended_group_are_forgotten_and_no_others(store: RendezvousStore):
     clients = StoreClients(store.address)
-    for prefix in ("1-secret", "2-other"):
+    for prefix in ("1-secret", "11-secret", "2-other"):
         clients.below(prefix, "any").set("key", "value")
     store.forget("1-secret")
     assert not clients.below("1-secret", "any").check(["key"])
+    assert clients.below("11-secret", "any").check(["key"])
     assert clients.below("2-other", "any").check(["key"])
 
 

@@ -107,6 +107,7 @@ class Member:
 
     process: subprocess.Popen
     store: str = ""
+    unread: bytes = b""
 
     @classmethod
     def start(cls, rank: int, reduce_s: float, failpoints: str = "") -> Self:
@@ -130,10 +131,17 @@ class Member:
         self.process.stdin.flush()
 
     def answer(self, seconds: float = ANSWER_S) -> dict[str, Any]:
+        """Returns the next line; not through a file of Python's, which may hold a line that no select sees."""
         assert self.process.stdout
-        ready, _, _ = select.select([self.process.stdout], [], [], seconds)
-        assert ready, f"a member said nothing for {seconds:g} s"
-        return json.loads(self.process.stdout.readline())
+        pipe = self.process.stdout.fileno()
+        while b"\n" not in self.unread:
+            ready, _, _ = select.select([pipe], [], [], seconds)
+            assert ready, f"a member said nothing for {seconds:g} s"
+            read = os.read(pipe, 1 << 16)
+            assert read, "a member has ended"
+            self.unread += read
+        line, _, self.unread = self.unread.partition(b"\n")
+        return json.loads(line)
 
     def stop(self) -> None:
         self.process.send_signal(signal.SIGSTOP)

@@ -5,6 +5,7 @@ import pytest
 
 from ayni.buckets import FLAT, Bucket
 from ayni.errors import BadRequest, NonFinite, SpecMismatch
+from ayni.run_config import RunConfig
 from tests.support.torch_offers import offer
 from worker_agent.torch_sums import Sums, Tally, key_of, pieces, unpacked
 
@@ -117,3 +118,11 @@ def test_a_step_that_can_not_be_counted_is_refused():
 
 def test_the_attempt_of_an_offer():
     assert key_of(offer(0, 1, 8, step=4, attempt=2)) == (1, 4, 2)
+
+
+@pytest.mark.parametrize("wire_type", ["bfloat16", "float16", "int8"])
+def test_a_torch_group_adds_float32_and_no_other_type_is_promised(wire_type):
+    assert RunConfig(topology="torch").wire_type == "float32"
+    with pytest.raises(ValueError, match=f"wire_type is {wire_type}; with topology torch it must be float32"):
+        RunConfig(topology="torch", wire_type=wire_type)
+    assert RunConfig(topology="sharded", wire_type=wire_type)

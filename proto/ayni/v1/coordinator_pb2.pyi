@@ -1890,6 +1890,7 @@ class HeartbeatRequest(_message.Message):
     CONTRIBUTED_LEASES_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     LOST_OWNERS_FIELD_NUMBER: _builtins.int
+    FAILED_REDUCTION_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.int
     """The caller."""
     epoch: _builtins.int
@@ -1912,6 +1913,8 @@ class HeartbeatRequest(_message.Message):
     """
     generation: _builtins.int
     """Generation of the exchange group that the two fields around this one speak of."""
+    failed_reduction: _builtins.str
+    """Why a reduction of this generation failed for good, such as a sum beyond float32; empty for nothing. The run halts."""
     @_builtins.property
     def origin(self) -> Global___StateOrigin:
         """Where the last of `completed_steps` updates came from; absent means not said."""
@@ -1940,10 +1943,11 @@ class HeartbeatRequest(_message.Message):
         contributed_leases: _abc.Iterable[_builtins.int] | None = ...,
         generation: _builtins.int = ...,
         lost_owners: _abc.Iterable[_builtins.int] | None = ...,
+        failed_reduction: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["origin", b"origin"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "completed_steps", b"completed_steps", "contributed_leases", b"contributed_leases", "epoch", b"epoch", "failed_offer_id", b"failed_offer_id", "failed_offer_reason", b"failed_offer_reason", "generation", b"generation", "lost_owners", b"lost_owners", "offered_state_is_damaged", b"offered_state_is_damaged", "origin", b"origin", "published_steps", b"published_steps", "step", b"step", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "completed_steps", b"completed_steps", "contributed_leases", b"contributed_leases", "epoch", b"epoch", "failed_offer_id", b"failed_offer_id", "failed_offer_reason", b"failed_offer_reason", "failed_reduction", b"failed_reduction", "generation", b"generation", "lost_owners", b"lost_owners", "offered_state_is_damaged", b"offered_state_is_damaged", "origin", b"origin", "published_steps", b"published_steps", "step", b"step", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
