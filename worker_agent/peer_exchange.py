@@ -123,11 +123,13 @@ class ShardedExchange:
 
     async def _reduce_slice(self, terms: Terms, work: _Slice) -> Outcome:
         if work.owner.worker_id == terms.worker_id:
-            return await self._at_home(work)
+            return await self._at_home(terms, work)
         return await self._abroad(terms, work)
 
-    async def _at_home(self, work: _Slice) -> Outcome:
+    async def _at_home(self, terms: Terms, work: _Slice) -> Outcome:
         while True:
+            if self._terms is not terms:
+                raise _over(terms)
             contribution = self.rounds.begin(work.offer)
             try:
                 return await _carry(contribution, work)
@@ -139,6 +141,8 @@ class ShardedExchange:
     async def _abroad(self, terms: Terms, work: _Slice) -> Outcome:
         began, failures = 0.0, 0
         for delay in delays(random.random, _FIRST_PAUSE_S, _LONGEST_PAUSE_S):
+            if self._terms is not terms:
+                raise _over(terms)
             try:
                 outcome = await self._call(terms, work)
                 work.on_sent()
@@ -184,6 +188,12 @@ class ShardedExchange:
         closing = asyncio.ensure_future(self._channels.pop(address).close())
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
+
+
+def _over(terms: Terms) -> StaleEpoch:
+    """Returns what ends work under terms that are not in force any more, where its cancellation got lost."""
+    generation = terms.moment.generation
+    return StaleEpoch(f"generation {generation} is over", epoch=generation, current_epoch="a newer one")
 
 
 class _Watched:

@@ -25,6 +25,7 @@ from ayni.tree import cover
 from ayni.v1 import peer_pb2
 from worker_agent.contributions import Offer
 from worker_agent.exchange import Outcome, Traffic
+from worker_agent.faults import TransportBroken
 from worker_agent.group_exchange import Brought
 from worker_agent.peer_exchange import METHOD, ShardedExchange
 from worker_agent.peer_service import listening
@@ -265,6 +266,31 @@ def test_all_begin_again_under_another_group_with_other_owners():
             assert [what.offer.out.tobytes() == mean for _, what in offers] == [True, True]
             assert {digest.first_element for one in left for digest in one.rounds.digests()} == {0, 3 * SEGMENT}
 
+    run(scenario())
+
+
+def test_work_whose_cancellation_got_lost_ends_with_its_group(monkeypatch):
+    """A group of tasks that is cancelled while one of them fails raises the failure, and no cancellation."""
+
+    async def stubborn(*_: object) -> Outcome:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise TransportBroken("the stream broke at the same moment") from None
+        raise AssertionError("nothing happens here")
+
+    async def scenario() -> None:
+        async with nodes(2) as made:
+            for one in made:
+                one.exchange.regroup(terms(made, one.number))
+            work = asyncio.create_task(made[0].exchange.reduce(brought(0, range(4), FLAT)))
+            await asyncio.wait({work}, timeout=0.1)
+            made[0].exchange.regroup(terms(made, 0, generation=2))
+            work.cancel()
+            done, _ = await asyncio.wait({work}, timeout=5)
+            assert done, "it goes on under a group that is over"
+
+    monkeypatch.setattr("worker_agent.peer_exchange.exchange", stubborn)
     run(scenario())
 
 
