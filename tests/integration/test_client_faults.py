@@ -321,7 +321,7 @@ def test_a_dead_worker_voids_the_step_and_the_survivor_makes_it_alone(tmp_path: 
         assert bee.stdout
         assert bee.stdout.readline() == "leased 0\n"
         client.send_gradients(0, ONES, 1.0, 1, 2)
-        eventually(lambda: client.traffic.received_bytes > 0, "leave to send")
+        eventually(lambda: client.traffic.sent_bytes > 0, "its gradient on the way")
         bee.send_signal(signal.SIGKILL)
         with pytest.raises(StepVoided, match="worker bee left"):
             client.receive_averaged()
