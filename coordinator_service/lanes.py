@@ -25,6 +25,8 @@ MOST_LANES = 1024
 """Open at a time on one stream."""
 MOST_WAITING_BYTES = 8 << 20
 """Of messages that came and were not read yet, and likewise of those that are to leave; over all lanes of a stream."""
+MOST_WAITING_MESSAGES = 4096
+"""The same for one lane, in messages, which may be empty."""
 _MESSAGE_BYTES = 1 << 20
 """From which on a message takes no more frames."""
 
@@ -74,6 +76,11 @@ class Lane:
         self._lanes.waiting_bytes += sum(map(len, frame.messages))
         self.half_closed = self.half_closed or frame.half_close
         self.changed.notify()
+
+    @property
+    def num_waiting(self) -> int:
+        """Messages that came and were not read yet."""
+        return len(self._messages)
 
     def drop(self) -> None:
         """Forgets what nobody reads any more."""
@@ -143,6 +150,9 @@ class Lanes:
             task.cancel()
             return
         lane.put(frame)
+        if lane.num_waiting > MOST_WAITING_MESSAGES:
+            sentence = f"more than {MOST_WAITING_MESSAGES} messages wait on lane {lane.number}; wait for its answers"
+            raise TooLarge(sentence, field="messages", limit=MOST_WAITING_MESSAGES, received=lane.num_waiting)
         if self.waiting_bytes > MOST_WAITING_BYTES:
             raise TooLarge(
                 f"more than {MOST_WAITING_BYTES} bytes came on lanes and can't be used yet; send large gradients "

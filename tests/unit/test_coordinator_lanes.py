@@ -244,6 +244,19 @@ def test_what_waits_to_be_read_is_bounded(monkeypatch):
     run(story)
 
 
+def test_empty_messages_are_bounded_too():
+    async def ignore(lane: Lane) -> None:
+        await asyncio.Event().wait()
+
+    async def story(stream: Stream) -> None:
+        serve = serving(stream, ignore)
+        stream.send(opened(1, COMMIT, *[b""] * 4097))
+        with pytest.raises(TooLarge, match="more than 4096 messages"):
+            await serve
+
+    run(story)
+
+
 def test_lanes_at_a_time_are_bounded(monkeypatch):
     monkeypatch.setattr(lanes, "MOST_LANES", 2)
 
