@@ -9,7 +9,6 @@ stuck behind a budget, so the budget can't deadlock. Memory is bounded by worker
 """
 
 import asyncio
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
@@ -17,7 +16,8 @@ import numpy as np
 
 from ayni import frames, tensors
 from ayni.buckets import Bucket
-from ayni.errors import AyniError, BadChunk, Checksum
+from ayni.errors import AyniError, BadChunk
+from ayni.reduce.chunks import check_crc
 from ayni.reduce.reduction import Reduced
 from coordinator_service.leases import Lease, Totals
 from coordinator_service.same_host import SameHost
@@ -212,7 +212,7 @@ class Exchange:
         if chunk.shared is not None:
             await self._add_shared(chunk, chunk.shared, offset)
             return
-        self._check_sum(chunk)
+        check_crc(self._live.round.label, chunk)
         self._check_length(chunk)
         if is_whole and self._live.round.spec.num_elements > self._live.round.chunk_elements:
             raise self._bad(
@@ -259,15 +259,6 @@ class Exchange:
     def _bad(self, sentence: str, expected: object, received: object) -> BadChunk:
         label = self._live.round.label
         return BadChunk(f"{label}: {sentence}", field="frame", expected=expected, received=received, bucket=label)
-
-    def _check_sum(self, chunk: frames.ChunkView) -> None:
-        if chunk.crc32 is not None and zlib.crc32(chunk.data) != chunk.crc32:
-            raise Checksum(
-                f"{self._live.round.label}: the bytes of a chunk at {chunk.offset_bytes} do not match their CRC-32",
-                name=self._live.round.label,
-                expected=f"{chunk.crc32:08x}",
-                received=f"{zlib.crc32(chunk.data):08x}",
-            )
 
     async def room(self) -> None:
         """Waits until the next chunk may be read. Ends at once when the contribution failed."""

@@ -48,6 +48,16 @@ def arrived(frame: bytes, label: str, dtype: str, chunk_elements: int) -> Arrive
     most = tensors.payload_bytes(chunk_elements, dtype)
     if len(chunk.data) > most:
         raise _bad(label, "length", f"at most {most}", len(chunk.data))
+    check_crc(label, chunk)
+    return Arrived(part=chunk.part, offset=chunk.offset_bytes // size, values_C=tensors.decode(chunk.data, dtype))
+
+
+def check_crc(label: str, chunk: ChunkView) -> None:
+    """Compares a chunk's bytes with its CRC-32, if it has one.
+
+    Raises:
+        Checksum: they do not match.
+    """
     if chunk.crc32 is not None and zlib.crc32(chunk.data) != chunk.crc32:
         raise Checksum(
             f"{label}: the bytes of a chunk at {chunk.offset_bytes} do not match their CRC-32",
@@ -55,7 +65,6 @@ def arrived(frame: bytes, label: str, dtype: str, chunk_elements: int) -> Arrive
             expected=f"{chunk.crc32:08x}",
             received=f"{zlib.crc32(chunk.data):08x}",
         )
-    return Arrived(part=chunk.part, offset=chunk.offset_bytes // size, values_C=tensors.decode(chunk.data, dtype))
 
 
 def _bad(label: str, field: str, expected: object, received: object) -> BadChunk:
