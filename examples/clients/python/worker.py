@@ -18,6 +18,7 @@ from typing import Any
 import grpc
 import numpy as np
 import numpy.typing as npt
+
 from ayni.v1 import coordinator_pb2 as pb
 from ayni.v1 import coordinator_pb2_grpc, tensor_pb2
 
