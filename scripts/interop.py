@@ -14,8 +14,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from interop_builds import LANGUAGES, ROOT, InteropError, build_all
-from interop_run import run_workers
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from scripts.interop_builds import LANGUAGES, ROOT, InteropError, build_all
+from scripts.interop_run import run_workers
 
 VICTIM = "killed"
 

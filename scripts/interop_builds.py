@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import gen_stubs
+from scripts import gen_stubs
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples" / "clients"
@@ -90,7 +90,6 @@ def _build(language: str) -> float:
     path = gen_stubs.search_path()
     stubs = _stubs(LANGUAGES[language].stubs, path)
     log = out / "build.log"
-    # The two arguments of a build that this machine decides are its PATH and its Python.
     environment = {**os.environ, "PATH": path, "PYTHON": sys.executable}
     command = [str(EXAMPLES / language / "build.sh"), str(ROOT / "proto"), str(stubs), str(out)]
     _run(command, environment, log, f"the {language} example could not be built")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from interop_builds import EXAMPLES, ROOT, InteropError, folder_of
+from scripts.interop_builds import EXAMPLES, ROOT, InteropError, folder_of
 
 RUN_FILE = EXAMPLES / "run.yaml"
 START_LIMIT_S = 60

@@ -54,7 +54,8 @@ std::string Sha256(const void* data, size_t size) {
   return hex;
 }
 
-// The model. Every operation is rounded to float32 for itself (-ffp-contract=off): then any language gets the same bytes.
+// The model. Every operation is rounded to float32 for itself (-ffp-contract=off): then any language gets the same
+// bytes.
 
 struct Microbatch {
   Part gradient;
@@ -184,7 +185,7 @@ class Worker {
  private:
   std::unique_ptr<grpc::ClientContext> Context(Seconds limit) const {
     auto context = std::make_unique<grpc::ClientContext>();
-    context->set_deadline(std::chrono::system_clock::now() + std::chrono::duration_cast<std::chrono::nanoseconds>(limit));
+    context->set_deadline(std::chrono::system_clock::now() + std::chrono::round<std::chrono::nanoseconds>(limit));
     context->AddMetadata("authorization", "Bearer " + token_);
     if (!session_.empty()) context->AddMetadata("ayni-session", session_);
     return context;
@@ -282,6 +283,9 @@ class Worker {
 
   void Step(const pb::Assignment& lease) {
     if (lease.kind() != pb::STEP_KIND_TRAIN) throw std::runtime_error("this example does not evaluate");
+    if (lease.step() != static_cast<int64_t>(losses_.size()))
+      throw std::runtime_error("the run is at step " + std::to_string(lease.step()) + ", but this worker has made " +
+                               std::to_string(losses_.size()));
     Now(lease.epoch(), lease.step(), "computing");
     std::vector<Microbatch> batches;
     std::map<uint32_t, Part> leaves;

@@ -42,15 +42,16 @@ func (codec) Unmarshal(data []byte, v interface{}) error {
 }
 func (codec) Name() string { return "proto" }
 
-// The model. Every operation is rounded to float32 for itself (that is what the conversions of products are for: without
-// them a compiler may fuse multiplication and addition); then any language gets the same bytes.
+// The model. Every operation is rounded to float32 for itself (that is what the conversions of products are for:
+// without them a compiler may fuse multiplication and addition); then any language gets the same bytes.
 
 type vector []float32
 
 func feature(sample, k int64) int64 { return (sample*199 + k*5970) % features }
 func value(sample, k int64) float32 { return float32((sample*7+k*13)%17 - 8) }
 
-// compute returns loss and gradient over the samples at positions start to stop - 1; no gradient where nothing has weight.
+// compute returns loss and gradient over the samples at positions start to stop - 1; no gradient where nothing has
+// weight.
 func compute(parameters vector, number uint32, start, stop int64) (vector, *pb.MicrobatchStats) {
 	gradient, total, loss := make(vector, features), int64(0), 0.0
 	for position := start; position < stop; position++ {
@@ -216,7 +217,7 @@ func (w *worker) join() (*pb.JoinResponse, error) {
 		return nil, failed(err, trailer)
 	}
 	if run.ProtocolVersion != 1 {
-		return nil, fmt.Errorf("the coordinator speaks version %d of the protocol, this worker version 1", run.ProtocolVersion)
+		return nil, fmt.Errorf("the coordinator speaks version %d of the protocol, not 1", run.ProtocolVersion)
 	}
 	nonce := make([]byte, 16)
 	if _, err := rand.Read(nonce); err != nil {
@@ -321,6 +322,9 @@ func (w *worker) tryStep(lease *pb.Assignment) error {
 func (w *worker) step(lease *pb.Assignment) error {
 	if lease.Kind != pb.StepKind_STEP_KIND_TRAIN {
 		return errors.New("this example does not evaluate")
+	}
+	if lease.Step != int64(len(w.losses)) {
+		return fmt.Errorf("the run is at step %d, but this worker has made %d", lease.Step, len(w.losses))
 	}
 	w.now(lease.Epoch, lease.Step, "computing")
 	leaves, stats := map[uint32]vector{}, []*pb.MicrobatchStats{}
@@ -458,7 +462,8 @@ func run() error {
 	}
 	defer channel.Close()
 	headers := metadata.Pairs("authorization", "Bearer "+strings.TrimSpace(string(token)))
-	w := &worker{stub: pb.NewCoordinatorServiceClient(channel), headers: headers, name: *name, parameters: make(vector, features)}
+	stub := pb.NewCoordinatorServiceClient(channel)
+	w := &worker{stub: stub, headers: headers, name: *name, parameters: make(vector, features)}
 	return w.run()
 }
 

@@ -56,7 +56,8 @@ fn fail(text: impl ToString) -> Failure {
     Failure { text: text.to_string(), ..Failure::default() }
 }
 
-// The model. Every operation is rounded to float32 for itself, as Rust does anyhow: then any language gets the same bytes.
+// The model. Every operation is rounded to float32 for itself, as Rust does anyhow: then any language gets the same
+// bytes.
 
 fn feature(sample: i64, k: i64) -> usize {
     ((sample * 199 + k * 5970) % FEATURES as i64) as usize
@@ -390,6 +391,10 @@ impl Worker {
     async fn step(&mut self, lease: &pb::Assignment) -> Result<(), Failure> {
         if lease.kind != pb::StepKind::Train as i32 {
             return Err(fail("this example does not evaluate"));
+        }
+        if lease.step != self.losses.len() as i64 {
+            let made = self.losses.len();
+            return Err(fail(format!("the run is at step {}, but this worker has made {made}", lease.step)));
         }
         self.now(lease.epoch, lease.step, "computing");
         let (mut leaves, mut stats) = (HashMap::new(), Vec::new());
