@@ -3,7 +3,8 @@
 Usage: `python scripts/interop.py --languages cpp,go,rust`. Builds the examples of examples/clients and runs them twice
 against a coordinator process: all of them beside the Python one, and the Python one alone. In the first run one more
 worker is killed in the middle, so that an attempt at a step is given up and all must begin it anew. Everybody must end
-with the same parameters. The last line on standard output is one JSON object; logs are below the output folder.
+with the same parameters. A wrong token must end each with its reason. The last line on standard output is one JSON object;
+logs are below the output folder.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.interop_builds import LANGUAGES, ROOT, InteropError, build_all
-from scripts.interop_run import run_workers
+from scripts.interop_run import refuse_workers, run_workers
 
 VICTIM = "killed"
 
@@ -35,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         printed = run_workers({**workers, VICTIM: "python"}, output / "together", victim=VICTIM)
         alone = run_workers({"python-worker": "python"}, output / "alone")
         result = compare(printed, alone)
+        refuse_workers(languages, output / "refused")
     except InteropError as error:
         print(f"interop: {error}", file=sys.stderr)
         return 1

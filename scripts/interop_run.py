@@ -19,8 +19,10 @@ from scripts.interop_builds import EXAMPLES, ROOT, InteropError, folder_of
 RUN_FILE = EXAMPLES / "run.yaml"
 START_LIMIT_S = 60
 RUN_LIMIT_S = 120
+END_LIMIT_S = 5
 KILL_AFTER = "step 5 committed"
 """What the coordinator has logged when the worker that is to die is killed."""
+REASON = "TOKEN_REFUSED"
 
 
 @dataclass
@@ -30,6 +32,8 @@ class Job:
     folder: Path
     processes: dict[str, subprocess.Popen] = field(default_factory=dict)
     endings: "queue.Queue[str]" = field(default_factory=queue.Queue)
+    readers: list[threading.Thread] = field(default_factory=list)
+    """What takes down the coordinator's log."""
 
     def start(self, name: str, command: Sequence[str], **streams: Any) -> subprocess.Popen:
         """Starts a process whose error output goes to a log, unless `streams` says otherwise."""
@@ -81,6 +85,28 @@ def run_workers(languages: Mapping[str, str], folder: Path, *, victim: str = "")
     return {name: _printed(folder / f"{name}.json", name) for name in languages if name != victim}
 
 
+def refuse_workers(languages: Sequence[str], folder: Path) -> None:
+    """Starts a worker of each language with a wrong token.
+
+    Raises:
+        InteropError: one of them does not end with 1, or its log doesn't have the reason of the refusal.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with _job(folder) as job, _token_file(folder, "right") as right, _token_file(folder, "wrong") as wrong:
+        address, _ = _start_coordinator(job, len(languages), right)
+        for language in languages:
+            flags = ("--coordinator", address, "--token-file", str(wrong), "--name", language)
+            job.start(language, [str(folder_of(language) / "worker"), *flags], stdout=subprocess.DEVNULL)
+        deadline = time.monotonic() + RUN_LIMIT_S
+        for language in languages:
+            try:
+                code = job.processes[language].wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                raise InteropError(f"{language} did not end although its token is wrong") from None
+            if code != 1 or REASON not in job.tail(language):
+                raise InteropError(f"{language} ended with {code}, and its log lacks {REASON}:\n{job.tail(language)}")
+
+
 @contextlib.contextmanager
 def _job(folder: Path) -> Iterator[Job]:
     job = Job(folder)
@@ -91,6 +117,10 @@ def _job(folder: Path) -> Iterator[Job]:
             if process.poll() is None:
                 process.kill()
                 process.wait()
+            if process.stdout:
+                process.stdout.close()
+        for reader in job.readers:
+            reader.join(END_LIMIT_S)
 
 
 def _start_coordinator(job: Job, workers: int, token: Path) -> tuple[str, threading.Event]:
@@ -105,8 +135,12 @@ def _start_coordinator(job: Job, workers: int, token: Path) -> tuple[str, thread
     assert process.stderr
     said, may_kill = queue.Queue[str](), threading.Event()
     copied = (process.stderr, job.folder / "coordinator.log", may_kill)
-    threading.Thread(target=_copy, args=copied, daemon=True).start()
-    threading.Thread(target=lambda stream: said.put(stream.readline()), args=(process.stdout,), daemon=True).start()
+    job.readers += [
+        threading.Thread(target=_copy, args=copied, daemon=True),
+        threading.Thread(target=lambda stream: said.put(stream.readline()), args=(process.stdout,), daemon=True),
+    ]
+    for reader in job.readers:
+        reader.start()
     try:
         line = said.get(timeout=START_LIMIT_S)
     except queue.Empty:
@@ -127,8 +161,8 @@ def _copy(stream: IO[str], log: Path, may_kill: threading.Event) -> None:
 
 
 @contextlib.contextmanager
-def _token_file(folder: Path) -> Iterator[Path]:
-    path = folder / "join.token"
+def _token_file(folder: Path, name: str = "join") -> Iterator[Path]:
+    path = folder / f"{name}.token"
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
         stream.write(secrets.token_urlsafe())
