@@ -32,6 +32,9 @@ logger = logging.getLogger(__name__)
 DOMAIN = "ayni"
 """Who gives the reasons of errors.proto, as ErrorInfo says it."""
 
+REASON_KEY = "ayni-reason"
+"""Trailing metadata with the reason alone, for languages in which reading ErrorInfo takes more than a line."""
+
 MESSAGE_BYTES = 1024
 METADATA_BYTES = 1536
 METADATA_VALUES = 16
@@ -55,7 +58,9 @@ _BY_CODE: dict[int, type[AyniError]] = {
 
 
 class _Status(grpc.Status):
-    def __init__(self, code: grpc.StatusCode, details: str, trailing_metadata: tuple[tuple[str, bytes], ...]) -> None:
+    def __init__(
+        self, code: grpc.StatusCode, details: str, trailing_metadata: tuple[tuple[str, str | bytes], ...]
+    ) -> None:
         self.code = code
         self.details = details
         self.trailing_metadata = trailing_metadata
@@ -67,7 +72,8 @@ def status_of(error: AyniError) -> grpc.Status:
     message = trimmed_message(error)
     status = status_pb2.Status(code=code.value[0], message=message)
     status.details.add().Pack(info_of(error))
-    return _Status(code, message, ((_DETAILS_KEY, status.SerializeToString()),))
+    trailing = ((_DETAILS_KEY, status.SerializeToString()), (REASON_KEY, error.reason))
+    return _Status(code, message, trailing)
 
 
 def info_of(error: AyniError) -> error_details_pb2.ErrorInfo:

@@ -65,9 +65,11 @@ def test_there_and_back(reason: str) -> None:
 @given(any_text, st.dictionaries(st.sampled_from([f"k{index}" for index in range(40)]), any_text))
 def test_a_status_stays_below_the_limit_of_metadata(message: str, metadata: dict[str, str]) -> None:
     status: Any = rpc.status_of(BadChunk(message, **metadata))
-    ((key, value),) = status.trailing_metadata
+    ((key, value), (reason_key, reason)) = status.trailing_metadata
+    assert (reason_key, reason) == ("ayni-reason", "BAD_CHUNK")
     on_the_wire = {
         key: base64.b64encode(value),
+        reason_key: reason,
         "grpc-message": quote(status.details, safe=" !\"#$&'()*+,/:;<=>?@[\\]^`{|}"),
     }
     total = sum(len(name) + len(text) + ENTRY_BYTES for name, text in on_the_wire.items())
