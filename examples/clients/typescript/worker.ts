@@ -36,7 +36,7 @@ const VOID = new Set(["STEP_VOIDED", "STALE_STEP", "STALE_EPOCH"]);
 
 const f32 = Math.fround;
 
-// What a lease contributes: statistics of each micro-batch, and a sum for each part; undefined where nothing has weight.
+// What a lease contributes: statistics of each micro-batch, and a sum for each part (undefined without weight).
 type Shard = { microbatches: MicrobatchStats[]; parts: (Float32Array | undefined)[] };
 type Node = { start: number; stop: number };
 
