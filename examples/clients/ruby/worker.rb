@@ -299,14 +299,16 @@ class Worker
   end
 
   def seconds(duration) = duration.seconds + duration.nanos / 1e9
+end
 
-  # Returns the reason of a refusal; empty where the transport broke.
-  def reason_of(error) = error.metadata.fetch("ayni-reason", "")
+# Returns the reason of a refusal; empty where the transport broke.
+def reason_of(error) = error.metadata.fetch("ayni-reason", "")
 
-  def describe(error)
-    name = reason_of(error)
-    name.empty? ? error.message : "#{name}: #{error.details}"
-  end
+def describe(error)
+  return error.message unless error.is_a?(GRPC::BadStatus)
+
+  name = reason_of(error)
+  "#{name.empty? ? error.class.name.split('::').last : name}: #{error.details}"
 end
 
 def flags
@@ -330,7 +332,7 @@ def main
   stub = Pb::CoordinatorService::Stub.new(given[:coordinator], credentials)
   puts JSON.generate(Worker.new(stub, File.read(given[:token_file]).strip, given[:name]).run)
 rescue StandardError => error
-  warn error.message.lines.first
+  warn describe(error)
   exit 1
 end
 

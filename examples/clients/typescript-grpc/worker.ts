@@ -142,7 +142,7 @@ type Unary<Q, A> = (
 
 // The generated client, with the metadata of every call, and promises in place of callbacks.
 class Coordinator {
-  readonly metadata = new Metadata({ waitForReady: true });
+  readonly metadata = new Metadata();
 
   constructor(
     readonly stub: CoordinatorServiceClient,
@@ -353,7 +353,9 @@ function fail(error: unknown): never {
 
 async function join(coordinator: Coordinator, name: string): Promise<JoinResponse> {
   const { stub } = coordinator;
+  coordinator.metadata.setOptions({ waitForReady: true });
   const { protocolVersion } = await coordinator.call(stub.getRun, GetRunRequest.fromPartial({}), CALL);
+  coordinator.metadata.setOptions({});
   check(protocolVersion === 1, "the coordinator speaks another version of the protocol than 1");
   const request = JoinRequest.fromPartial({
     protocolVersion,

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Usage: build.sh PROTO STUBS OUT. STUBS is not used: the generator is one of the packages that are installed here.
+# build.sh PROTO STUBS OUT: makes OUT/worker. STUBS is not used: the generator is one of the packages that come here.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 proto=$(cd "$1" && pwd) out=$(cd "$3" && pwd)
