@@ -23,6 +23,7 @@ TOOLS = {
     "cpp": {"protoc": PROTOC, "grpc_cpp_plugin": PLUGINS},
     "java": {"protoc": PROTOC, "grpc_java_plugin": "apt-get install protobuf-compiler-grpc-java-plugin"},
     "typescript": {"protoc-gen-es": "npm install @bufbuild/protoc-gen-es"},
+    "ts-proto": {"protoc-gen-ts_proto": "npm install ts-proto"},
     "ruby": {"protoc": PROTOC, "grpc_ruby_plugin": PLUGINS},
     "rust": {
         "protoc-gen-prost": "cargo install protoc-gen-prost",
