@@ -3,8 +3,8 @@
 Usage: `python scripts/interop.py --languages cpp,go,rust`. Builds the examples of examples/clients and runs them twice
 against a coordinator process: all of them beside the Python one, and the Python one alone. In the first run one more
 worker is killed in the middle, so that an attempt at a step is given up and all must begin it anew. Everybody must end
-with the same parameters. A wrong token must end each with its reason. The last line on standard output is one JSON object;
-logs are below the output folder.
+with the same parameters, and a wrong token must end each of them with the reason. The last line on standard output is
+one JSON object; logs are below the output folder.
 """
 
 import argparse
