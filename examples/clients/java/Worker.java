@@ -54,7 +54,7 @@ public final class Worker {
     String token = Files.readString(Path.of(flags.get("--token-file"))).strip();
     headers.put(key("authorization"), "Bearer " + token);
     String name = flags.get("--name");
-    ManagedChannel channel = Grpc.newChannelBuilder(flags.get("--coordinator"), credentials(flags.get("--ca"))).build();
+    ManagedChannel channel = open(flags.get("--coordinator"), flags.get("--ca"));
     JoinResponse membership = join(channel, name, headers);
     log("joined run %s as worker %d", membership.getRunId(), membership.getWorkerId());
     var worker = new Worker(channel, membership, headers);
@@ -82,10 +82,14 @@ public final class Worker {
     return flags;
   }
 
-  private static ChannelCredentials credentials(String ca) throws IOException {
-    return ca == null
-        ? InsecureChannelCredentials.create()
-        : TlsChannelCredentials.newBuilder().trustManager(new File(ca)).build();
+  private static ManagedChannel open(String address, String ca) throws IOException {
+    ChannelCredentials plain = InsecureChannelCredentials.create();
+    try {
+      var secure = ca == null ? plain : TlsChannelCredentials.newBuilder().trustManager(new File(ca)).build();
+      return Grpc.newChannelBuilder(address, secure).build();
+    } catch (UnsupportedOperationException error) {
+      throw new Failure("this netty has no TLS; take grpc-netty-shaded in its place: " + error.getMessage());
+    }
   }
 
   private static JoinResponse join(ManagedChannel channel, String name, Metadata headers) {
