@@ -18,7 +18,7 @@ PYTEST := $(BIN)/python -m pytest
 ONE_THREAD := OMP_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup proto fmt check test fuzz chaos bench train pretrain equality stubs clean
+.PHONY: help setup proto fmt check test fuzz chaos bench train pretrain equality stubs interop clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -83,6 +83,9 @@ equality: $(SETUP) ## show that N workers give the run that one process gives
 # LANG is also the name of the locale variable, so it counts only where it was typed: make stubs LANG=go
 stubs: $(SETUP) ## stubs for another language: LANG=go|cpp|java|typescript|ruby|rust|csharp
 	@$(BIN)/python scripts/gen_stubs.py $(if $(filter command,$(firstword $(origin LANG))),$(LANG))
+
+interop: $(SETUP) ## workers in other languages beside a Python one, in one run, with the same parameters to the byte
+	$(ONE_THREAD) $(BIN)/python scripts/interop.py
 
 clean: ## remove caches and stubs, but neither the virtual environment nor prepared data
 	rm -rf build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

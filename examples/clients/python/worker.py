@@ -18,6 +18,7 @@ from typing import Any
 import grpc
 import numpy as np
 import numpy.typing as npt
+
 from ayni.v1 import coordinator_pb2 as pb
 from ayni.v1 import coordinator_pb2_grpc, tensor_pb2
 
@@ -118,7 +119,6 @@ class Worker:
         self._losses: list[float] = []
         self._at = (0, -1, "loading")
         self._over = threading.Event()
-        self._failed: Exception | None = None
 
     def run(self) -> dict[str, Any]:
         """Takes part in the whole run; returns what is printed."""
@@ -204,6 +204,8 @@ class Worker:
     def _step(self, lease: pb.Assignment) -> None:
         if lease.kind != pb.STEP_KIND_TRAIN:
             raise RuntimeError("this example does not evaluate")
+        if lease.step != len(self._losses):
+            raise RuntimeError(f"the run is at step {lease.step}, but this worker has made {len(self._losses)}")
         self._at = (lease.epoch, lease.step, "computing")
         microbatches = [
             compute(self._parameters, m, position_of(lease, m), position_of(lease, m + 1))
