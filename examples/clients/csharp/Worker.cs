@@ -362,6 +362,7 @@ internal sealed class Worker
     private async Task Attempt(Assignment lease)
     {
         Check(lease.Kind == StepKind.Train, "this example does not evaluate");
+        Check(lease.Step == losses.Count, "this worker has missed a commit");
         Interlocked.Exchange(ref epoch, lease.Epoch);
         Interlocked.Exchange(ref step, lease.Step);
         try
