@@ -18,23 +18,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _train(arguments: Sequence[str]) -> int:
+    import argparse
+    import logging
+
     from ayni import logs
-    from ayni.flags import read_command_line
+    from ayni.flags import resolve_or_exit
     from ayni.process import FAILED, exit_code_of, on_signal
+    from worker_agent import launchers
+    from worker_agent.beside import with_coordinator
     from worker_agent.config import WorkerConfig
 
-    config = read_command_line(WorkerConfig, arguments, prog="python -m worker_agent", description=DESCRIPTION)
+    parser = argparse.ArgumentParser("python -m worker_agent", "%(prog)s [options]", DESCRIPTION, allow_abbrev=False)
+    resolved = resolve_or_exit(parser, WorkerConfig, arguments, hints=lambda given: launchers.hints(given, os.environ))
+    config = resolved.config
     logs.configure(config.log_format, config.log_level.upper())
+    if taken := resolved.hinted_values():
+        logging.getLogger(__name__).info("%s", launchers.described(taken, resolved.origins))
 
     def work() -> int:
         # Until the agent takes care of signals there is nothing to leave.
         with on_signal(lambda _: os._exit(FAILED)):
-            # Not before the flags are read: gRPC and torch take their time.
-            from ayni.rpc import tune_allocator
-            from worker_agent.agent import Agent
+            return with_coordinator(config, agent)
 
-            tune_allocator()
-            return Agent(config).run()
+    def agent() -> int:
+        # Not before the flags are read: gRPC and torch take their time.
+        from ayni.rpc import tune_allocator
+        from worker_agent.agent import Agent
+
+        tune_allocator()
+        return Agent(config).run()
 
     return exit_code_of(work)
 
