@@ -1,4 +1,4 @@
-"""A coordinator that is started beside a worker, as a process of its own, and ends when the worker's process does.  [shell]
+"""A coordinator that is started beside a worker or a driver, as a process of its own, and ends when they do.  [shell]
 
 For launchers that start the same command everywhere and nothing else. The two die together: the kernel tells the
 coordinator when its starter is killed, so that the next attempt finds neither a taken port nor a locked store. Only
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from ayni.endpoints import Address, parse_address
@@ -36,15 +37,50 @@ _STOP_SECONDS = 30.0
 _PR_SET_PDEATHSIG = 1
 
 
-def with_coordinator(config: WorkerConfig, work: Callable[[], int]) -> int:
-    """Does a worker's work, with a coordinator beside it where this worker has to start one; returns the exit code.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BesideConfig:
+    """What a coordinator is started with."""
+
+    run: Path
+    """The run file."""
+    coordinator: str
+    """The address under which others dial it."""
+    world_size: int | None
+    """How many workers were started; None: not known."""
+    token_file: Path | None
+    insecure: bool
+    log_format: str
+    log_level: str
+    is_again: bool = False
+    """Whether the one of an attempt before this one may not have ended yet."""
+
+
+def beside_config(config: WorkerConfig) -> BesideConfig:
+    """Returns what a worker with rank 0 starts its coordinator with."""
+    assert config.launch.run
+    return BesideConfig(
+        run=config.launch.run,
+        coordinator=config.coordinator,
+        world_size=config.launch.world_size,
+        token_file=config.token_file,
+        insecure=config.insecure,
+        log_format=config.log_format,
+        log_level=config.log_level,
+        is_again=config.launch.attempt > 0,
+    )
+
+
+def with_coordinator(config: BesideConfig, work: Callable[[], int]) -> int:
+    """Does some work with a coordinator beside it; returns the exit code.
+
+    Args:
+        config: what to start it with.
+        work: returns 0 when the run is over, and the coordinator may take its time to end.
 
     Raises:
         ChildProcessError: the coordinator did not start. It has said why.
         SettingsError: the run file can't be read.
     """
-    if not config.launch.starts_coordinator:
-        return work()
     process = _start_patiently(config)
     code = FAILED
     try:
@@ -52,15 +88,14 @@ def with_coordinator(config: WorkerConfig, work: Callable[[], int]) -> int:
     finally:
         ended = _end(process, _FAREWELL_SECONDS if code == DONE else _SIGNAL_SECONDS)
     if code == DONE and ended != DONE:
-        _log.error("the run is over for this worker, but the coordinator beside it ended with code %d", ended)
+        _log.error("the run is over here, but the coordinator beside it ended with code %d; what it said is above", ended)
         return FAILED
     return code
 
 
-def command(config: WorkerConfig, start_workers: int | None) -> list[str]:
+def command(config: BesideConfig, start_workers: int | None) -> list[str]:
     """Returns the command line of the coordinator; the token is never in it, only the name of its file."""
-    assert config.launch.run
-    result = [sys.executable, "-m", "coordinator_service", "--config", str(config.launch.run)]
+    result = [sys.executable, "-m", "coordinator_service", "--config", str(config.run)]
     result += ["--listen", str(listen_address(config.coordinator))]
     for flag, value in (
         ("--start-workers", start_workers),
@@ -80,9 +115,9 @@ def listen_address(coordinator: str) -> Address:
     return Address(host="::" if ":" in address.host else "0.0.0.0", port=address.port)
 
 
-def _start_patiently(config: WorkerConfig) -> "subprocess.Popen[str]":
+def _start_patiently(config: BesideConfig) -> "subprocess.Popen[str]":
     """Starts it; tries again for a while where the one of an attempt before may still hold port and store."""
-    deadline = time.monotonic() + (_AGAIN_SECONDS if config.launch.attempt else 0.0)
+    deadline = time.monotonic() + (_AGAIN_SECONDS if config.is_again else 0.0)
     while True:
         try:
             return _start(config)
@@ -93,10 +128,9 @@ def _start_patiently(config: WorkerConfig) -> "subprocess.Popen[str]":
             time.sleep(_PAUSE_SECONDS)
 
 
-def _start(config: WorkerConfig) -> "subprocess.Popen[str]":
-    assert config.launch.run
+def _start(config: BesideConfig) -> "subprocess.Popen[str]":
     process = subprocess.Popen(
-        command(config, _start_workers(config.launch.run, config.launch.world_size)),
+        command(config, _start_workers(config.run, config.world_size)),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         text=True,
@@ -112,10 +146,10 @@ def _start(config: WorkerConfig) -> "subprocess.Popen[str]":
     if not line.startswith("listening on "):
         code = _end(process, _SIGNAL_SECONDS)
         raise ChildProcessError(
-            f"the coordinator that this worker had to start (launch.run {config.launch.run}) did not listen "
+            f"the coordinator of run file {config.run}, which had to be started here, did not listen "
             f"within {_START_SECONDS:.0f} s or ended, with code {code}; what it said is above"
         )
-    _log.info("started the coordinator beside this worker: process %d, %s", process.pid, line.strip())
+    _log.info("started the coordinator beside this process: process %d, %s", process.pid, line.strip())
     return process
 
 
