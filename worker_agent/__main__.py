@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 DESCRIPTION = """Joins a run and trains until it is over. Model and data come from the coordinator. Exit codes: 0 the
 run is finished, 1 failed or interrupted, 2 wrong use, 75 the coordinator could not be reached (a supervisor may try
-again). To serve blocks and train nothing: python -m worker_agent serve --layouts FILE. To start agents on a Ray cluster:
-python -m worker_agent ray --help."""
+again). To serve blocks and train nothing: python -m worker_agent serve --layouts FILE. To start agents on a Ray
+cluster: python -m worker_agent ray --help."""
 SERVE_DESCRIPTION = """Serves blocks: has the layouts that a file names and carries out what a leader asks for. Joins no
 run. Exit codes: 0 stopped by a signal, 1 failed, 2 wrong use."""
 RAY_DESCRIPTION = """Starts agents as actors on a Ray cluster, and with --run the coordinator beside this process, and

@@ -88,7 +88,9 @@ def with_coordinator(config: BesideConfig, work: Callable[[], int]) -> int:
     finally:
         ended = _end(process, _FAREWELL_SECONDS if code == DONE else _SIGNAL_SECONDS)
     if code == DONE and ended != DONE:
-        _log.error("the run is over here, but the coordinator beside it ended with code %d; what it said is above", ended)
+        _log.error(
+            "the run is over here, but the coordinator beside it ended with code %d; what it said is above", ended
+        )
         return FAILED
     return code
 

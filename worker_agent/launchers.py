@@ -1,9 +1,9 @@
 """What a launcher's environment says: rank, world size, the coordinator's address, attempt.  [core]
 
 A launcher starts many agents with one command and tells each of them its place in environment variables of its own. All
-of it is a hint: the coordinator gives ranks in its own order, and the world is whoever has joined. A hint names an agent,
-picks an accelerator of its host, and says which agent starts the coordinator. What was given explicitly, as a flag, as a
-variable AYNI_... or in a file, wins.
+of it is a hint: the coordinator gives ranks in its own order, and the world is whoever has joined. A hint names an
+agent, picks an accelerator of its host, and says which agent starts the coordinator. What was given explicitly, as a
+flag, as a variable AYNI_... or in a file, wins.
 
 Adding a launcher is a row in LAUNCHERS. Of nested launchers the innermost counts, so the order of the rows matters.
 """
@@ -240,8 +240,8 @@ LAUNCHERS: dict[str, Launcher] = {
         mark="JOB_COMPLETION_INDEX",
         variables={"launch.rank": ("JOB_COMPLETION_INDEX",), "launch.attempt": ("JOBSET_RESTART_ATTEMPT",)},
         host=_named("JOBSET_COORDINATOR"),
-        advice="an Indexed Job does not say where the coordinator is; give --coordinator HOST:PORT or AYNI_COORDINATOR, "
-        "or JOBSET_COORDINATOR from the label jobset.sigs.k8s.io/coordinator of a JobSet",
+        advice="an Indexed Job does not say where the coordinator is; give --coordinator HOST:PORT, AYNI_COORDINATOR, "
+        "or JOBSET_COORDINATOR from the annotation jobset.sigs.k8s.io/coordinator of a JobSet",
     ),
 }
 """Launchers by their names in `launch.by`, innermost first."""

@@ -1,9 +1,8 @@
 """Agents as actors of a Ray cluster, and the process that drives them.  [shell]
 
 An agent that is lost, alone or with its node, costs the run nothing: the others take over, Ray starts the actor again
-where there is room, and this process calls it again as the next attempt. Ray's own retries of calls stay off, since they
-would hide how often that was. With a run file the coordinator runs beside this process, so it is there as long as the
-driver is.
+where there is room, and this process calls it again as the next attempt. Ray's own retries of calls stay off, since
+they would hide how often that was. With a run file the coordinator runs beside this process, and ends with it.
 """
 
 import logging

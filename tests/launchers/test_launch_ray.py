@@ -5,14 +5,14 @@ from tests.support.ray_nodes import NODE, ray_nodes
 
 
 def test_a_killed_ray_node_costs_the_run_nothing(plain: str) -> None:
-    with place() as where, ray_nodes(where) as nodes:
+    with place() as where, ray_nodes(where, **where.gated()) as nodes:
         nodes.add("a", "127.0.0.3", 1, f"--address={nodes.address}")
         nodes.add("b", "127.0.0.4", 1, f"--address={nodes.address}")
         nodes.wait_for_nodes(3)
         command = [PYTHON, "-m", "worker_agent", "ray", "--agents", "2", "--address", nodes.address]
-        command += ["--run", str(where.run_file), "--port", str(where.port), "--", "--name", ""]
+        command += ["--run", str(where.run_file), "--port", str(where.port), "--", "--threads", "1"]
         log = where.folder / "driver.log"
-        with start(where, log, *command, **nodes.environment, **where.gated()) as driver:
+        with start(where, log, *command, **nodes.environment) as driver:
             homes = {where.name_of(pid, NODE) for pid in where.wait_at_gate(2)}
             assert len(homes) == 2
             victim = max(homes - {"head"})

@@ -4,7 +4,7 @@ import os
 import signal
 
 from tests.support.coordinator import TOKEN
-from tests.support.launching import PYTHON, Place, agent_command, finish, place, start
+from tests.support.launching import PYTHON, RUN, Place, agent_command, finish, place, start
 
 
 def torchrun(where: Place, *flags: str) -> list[str]:
@@ -27,10 +27,12 @@ def test_torchrun_starts_a_whole_run(plain: str) -> None:
 
 
 def test_a_restart_by_torchrun_goes_on_with_the_run(plain: str) -> None:
-    with place() as where:
+    # torchrun stops all its agents when one is lost, so the run needs a stored state.
+    with place({**RUN, "state": {"block_bytes": 4096, "publish_every": 2, "store_every": 2}}) as where:
         log = where.folder / "launcher.log"
-        with start(where, log, *torchrun(where, "--max-restarts", "1"), **where.gated()) as process:
+        with start(where, log, *torchrun(where, "--max-restarts", "1"), **where.gated(30)) as process:
             at_gate = where.wait_at_gate(2)
+            where.wait_for(lambda: "stored the state behind step" in log.read_text(), "a state is stored")
             assert not [line for line in where.processes().values() if TOKEN in line]
             where.gate.touch()
             os.kill(next(pid for pid in at_gate if where.name_of(pid, "RANK") == "1"), signal.SIGKILL)

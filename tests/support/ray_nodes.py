@@ -40,7 +40,9 @@ class RayNodes:
         """Waits until the last node says that it runs."""
         logs = list(self.where.folder.glob("ray-*.log"))
         assert len(logs) == count
-        self.where.wait_for(lambda: all("Ray runtime started" in log.read_text() for log in logs), "all nodes run", 90.0)
+        self.where.wait_for(
+            lambda: all("Ray runtime started" in log.read_text() for log in logs), "all nodes run", 90.0
+        )
 
     def kill(self, name: str) -> int:
         """Kills all processes of a node at once, as when its plug is pulled; returns how many there were."""
@@ -53,11 +55,11 @@ class RayNodes:
 
 
 @contextlib.contextmanager
-def ray_nodes(where: Place) -> Iterator[RayNodes]:
-    """A head node with one processor; everything of it is gone afterwards."""
+def ray_nodes(where: Place, **extra: str) -> Iterator[RayNodes]:
+    """A head node with one processor; everything of it is gone afterwards. Actors see the extra variables."""
     assert importlib.util.find_spec("ray"), "ray is missing, which this test needs: make test-launchers installs it"
     # The token file of this user, if there is one, is not ours.
-    environment = {**HEALTH, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": where.mark, "RAY_DEDUP_LOGS": "0"}
+    environment = {**HEALTH, **extra, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": where.mark, "RAY_DEDUP_LOGS": "0"}
     environment["RAY_TMPDIR"] = str(where.folder / "ray")
     port = free_port_below(10000)
     with contextlib.ExitStack() as stack:

@@ -1,6 +1,8 @@
 """A Slurm cluster of two nodes on this host, without root's services: munged, slurmctld and two slurmd."""
 
 import contextlib
+import os
+import pwd
 import secrets
 import socket
 import subprocess
@@ -14,8 +16,8 @@ CONFIG = """
 ClusterName=ayni
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={control_port}
-SlurmUser=root
-SlurmdUser=root
+SlurmUser={user}
+SlurmdUser={user}
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket
 CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
@@ -63,9 +65,8 @@ def slurm_cluster(where: Place) -> Iterator[Cluster]:
     folder, host = where.folder, socket.gethostname().partition(".")[0]
     first = _two_ports()
     config = folder / "slurm.conf"
-    config.write_text(
-        CONFIG.format(host=host, folder=folder, control_port=free_port(), ports=f"[{first}-{first + 1}]")
-    )
+    values = {"host": host, "folder": folder, "user": pwd.getpwuid(os.getuid()).pw_name}
+    config.write_text(CONFIG.format(**values, control_port=free_port(), ports=f"[{first}-{first + 1}]"))
     (folder / "slurm-state").mkdir()
     key = folder / "munge.key"
     key.touch(mode=0o600)
