@@ -27,7 +27,7 @@ def submit(where: Place, cluster: Cluster) -> tuple[list[str], dict[str, str]]:
 def test_slurm_starts_a_whole_run_and_a_killed_agent_costs_it_nothing(plain: str) -> None:
     with place() as where, slurm_cluster(where) as cluster:
         command, extra = submit(where, cluster)
-        finish(where, *command, **extra)
+        finish(where, *command, extra=extra)
         said = (where.folder / "job.log").read_text()
         assert where.final_parameters() == plain, said
         for rank in (0, 1):

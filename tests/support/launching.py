@@ -164,10 +164,12 @@ def program(name: str) -> str:
     return found
 
 
-def finish(where: Place, *command: str, timeout: float = 90.0, code: int = 0, **extra: str) -> str:
+def finish(
+    where: Place, *command: str, timeout: float = 90.0, code: int = 0, extra: Mapping[str, str] | None = None
+) -> str:
     """Runs a launcher to its end and returns all that it and its agents wrote."""
     log = where.folder / "launcher.log"
-    with start(where, log, *command, **extra) as process:
+    with start(where, log, *command, **(extra or {})) as process:
         try:
             ended = process.wait(timeout)
         except subprocess.TimeoutExpired:
