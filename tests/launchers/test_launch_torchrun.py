@@ -28,7 +28,8 @@ def test_torchrun_starts_a_whole_run(plain: str) -> None:
 
 def test_a_restart_by_torchrun_goes_on_with_the_run(plain: str) -> None:
     # torchrun stops all its agents when one is lost, so the run needs a stored state.
-    with place({**RUN, "state": {"block_bytes": 4096, "publish_every": 2, "store_every": 2}}) as where:
+    state = {"block_bytes": 4096, "publish_every": 2, "store_every": 2}
+    with place({**RUN, "state": state, "timeouts": {**RUN["timeouts"], "rejoin": "2s"}}) as where:
         log = where.folder / "launcher.log"
         with start(where, log, *torchrun(where, "--max-restarts", "1"), **where.gated(30)) as process:
             at_gate = where.wait_at_gate(2)
