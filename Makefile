@@ -12,16 +12,17 @@ FUZZ_SECONDS ?= 600
 # Fixes what happens to a run, and when.
 SEED ?= 1
 SETUP := $(VENV)/.setup-done
+LAUNCHERS := $(VENV)/.launchers-done
 PYTEST := $(BIN)/python -m pytest
 
 # Two torch threads on a busy two-core machine are three times slower than one.
 ONE_THREAD := OMP_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup proto fmt check test fuzz chaos bench train pretrain equality stubs interop clean
+.PHONY: help setup proto fmt check test fuzz chaos bench train pretrain equality stubs interop test-launchers clean
 
 help: ## print this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(SETUP) ## virtual environment with everything that the other targets need
 
@@ -55,8 +56,16 @@ check: $(SETUP) ## formats, lint, types, imports, schema, stubs, unit ring
 	$(BIN)/python scripts/gen_protos.py --check
 	$(ONE_THREAD) $(PYTEST) tests/unit
 
-test: check ## check, then the integration and fault rings
+test: check $(LAUNCHERS) ## check, then the integration and fault rings, and launchers
 	$(ONE_THREAD) $(PYTEST) tests/integration tests/fault
+	$(ONE_THREAD) $(PYTEST) tests/launchers
+
+test-launchers: $(LAUNCHERS) ## agents started by torchrun, Ray, Slurm and Open MPI; manifests for Kubernetes
+	$(ONE_THREAD) $(PYTEST) tests/launchers
+
+$(LAUNCHERS): $(SETUP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[ray,launchers]'
+	@touch $@
 
 fuzz: $(SETUP) ## hostile calls and damaged frames at live servers and the codec, FUZZ_SECONDS=600
 	$(ONE_THREAD) $(BIN)/python tests/fuzz/codec.py --seconds $$(($(FUZZ_SECONDS) / 10))

@@ -6,35 +6,74 @@ from collections.abc import Sequence
 
 DESCRIPTION = """Joins a run and trains until it is over. Model and data come from the coordinator. Exit codes: 0 the
 run is finished, 1 failed or interrupted, 2 wrong use, 75 the coordinator could not be reached (a supervisor may try
-again). To serve blocks and train nothing: python -m worker_agent serve --layouts FILE."""
+again). To serve blocks and train nothing: python -m worker_agent serve --layouts FILE. To start agents on a Ray
+cluster: python -m worker_agent ray --help."""
 SERVE_DESCRIPTION = """Serves blocks: has the layouts that a file names and carries out what a leader asks for. Joins no
 run. Exit codes: 0 stopped by a signal, 1 failed, 2 wrong use."""
+RAY_DESCRIPTION = """Starts agents as actors on a Ray cluster, and with --run the coordinator beside this process, and
+waits until the run is over. What comes after -- are flags of the agents. Exit codes: 0 the run is finished, 1 failed or
+interrupted, 2 wrong use."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    return _serve(given[1:]) if given[:1] == ["serve"] else _train(given)
+    match given[:1]:
+        case ["serve"]:
+            return _serve(given[1:])
+        case ["ray"]:
+            return _ray(given[1:])
+    return _train(given)
 
 
 def _train(arguments: Sequence[str]) -> int:
+    import argparse
+    import logging
+
     from ayni import logs
-    from ayni.flags import read_command_line
+    from ayni.flags import resolve_or_exit
     from ayni.process import FAILED, exit_code_of, on_signal
+    from worker_agent import launchers
+    from worker_agent.beside import beside_config, with_coordinator
     from worker_agent.config import WorkerConfig
 
-    config = read_command_line(WorkerConfig, arguments, prog="python -m worker_agent", description=DESCRIPTION)
+    parser = argparse.ArgumentParser("python -m worker_agent", "%(prog)s [options]", DESCRIPTION, allow_abbrev=False)
+    resolved = resolve_or_exit(parser, WorkerConfig, arguments, hints=lambda given: launchers.hints(given, os.environ))
+    config = resolved.config
     logs.configure(config.log_format, config.log_level.upper())
+    if taken := resolved.hinted_values():
+        logging.getLogger("worker_agent").info("%s", launchers.described(taken, resolved.origins))
 
     def work() -> int:
         # Until the agent takes care of signals there is nothing to leave.
         with on_signal(lambda _: os._exit(FAILED)):
-            # Not before the flags are read: gRPC and torch take their time.
-            from ayni.rpc import tune_allocator
-            from worker_agent.agent import Agent
+            return with_coordinator(beside_config(config), agent) if config.launch.starts_coordinator else agent()
 
-            tune_allocator()
-            return Agent(config).run()
+    def agent() -> int:
+        # Not before the flags are read: gRPC and torch take their time.
+        from ayni.rpc import tune_allocator
+        from worker_agent.agent import Agent
+
+        tune_allocator()
+        return Agent(config).run()
+
+    return exit_code_of(work)
+
+
+def _ray(arguments: Sequence[str]) -> int:
+    from ayni import logs
+    from ayni.flags import read_command_line
+    from ayni.process import exit_code_of
+    from worker_agent.ray_config import RayConfig, split_arguments
+
+    own, of_agents = split_arguments(arguments)
+    config = read_command_line(RayConfig, own, prog="python -m worker_agent ray", description=RAY_DESCRIPTION)
+    logs.configure(config.log_format, config.log_level.upper())
+
+    def work() -> int:
+        from worker_agent.ray_agents import run_agents
+
+        return run_agents(config, of_agents)
 
     return exit_code_of(work)
 

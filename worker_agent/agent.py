@@ -30,6 +30,7 @@ from worker_agent.contact import first_contact
 from worker_agent.coordinator import Coordinator
 from worker_agent.faults import CoordinatorLost, CoordinatorUnreachable, Interrupted, TransportBroken
 from worker_agent.job import Builder, Fill, Job
+from worker_agent.launchers import worker_name
 from worker_agent.messages import Run
 from worker_agent.progress import Reporter, make_reporter
 from worker_agent.serving import BlockService, ServiceConfig, block_service
@@ -56,7 +57,7 @@ class Agent:
         """
         self._config = config
         self._fill = fill
-        self._name = config.name or f"{socket.gethostname()}-{os.getpid()}"
+        self._name = config.name or worker_name(config.launch, socket.gethostname(), os.getpid())
         self._network = bridge.shared()
         self._service: BlockService | None = None
         self._client: WorkerClient | None = None

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ayni.endpoints import ClientTls, ServerLimits, ServerTls
 from worker_agent.blocks_config import BlocksConfig
+from worker_agent.launchers import LaunchConfig
 
 _NAMES = {
     "backend": ("auto", "cuda", "wgpu", "cpu"),
@@ -45,6 +46,8 @@ class WorkerConfig:
     scripts/plot_run.py --timeline."""
     listen: str = "127.0.0.1:0"
     """Where this worker's own service listens, host:port; port 0 picks one and prints it."""
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    """This worker's place among those that a launcher has started, where one has."""
     tls: ClientTls = field(default_factory=ClientTls)
     """TLS towards the coordinator."""
     server_tls: ServerTls = field(default_factory=ServerTls)

@@ -139,6 +139,8 @@ class Builder:
         from worker_agent.training.loop import Trainer, TrainingConfig
 
         torch.set_num_threads(self._config.threads)
+        if self._config.backend != "cpu":
+            _choose_accelerator(self._config.launch.local_rank)
         resolved = backend.resolve(self._config.backend)
         task = load_task(run_config.task, files, run_config.seed, resolved.device)
         folder = self._config.output_dir or Path("ayni-output") / run_config.run_id / self._name
@@ -194,6 +196,17 @@ class Builder:
             state.load()
         trainer.restore("the train state", *state.unpack(resume_step))
         _log.info("going on from the state behind step %d", trainer.completed_steps)
+
+
+def _choose_accelerator(local_rank: int | None) -> None:
+    """Lets the workers that a launcher has started on one host use one accelerator each, in turn."""
+    import torch
+
+    if local_rank is not None and torch.cuda.is_available():
+        # A launcher that shows each process only its own accelerator leaves a single one to choose from.
+        index = local_rank % torch.cuda.device_count()
+        torch.cuda.set_device(index)
+        _log.info("accelerator %d of %d, for local rank %d", index, torch.cuda.device_count(), local_rank)
 
 
 def _memory_bytes(backend: "Backend") -> int:

@@ -2,7 +2,8 @@
 
 A field of a configuration class is written once: its name is the flag (`batch.samples`: --batch-samples) and the
 environment variable (AYNI_BATCH_SAMPLES), the text under it is the help. A flag wins over the environment, that over
-the file, and that over the default. An empty environment variable counts as unset.
+the file, and that over the default. An empty environment variable counts as unset. Hints, which a program may have from
+elsewhere, stand between the file and the default.
 """
 
 import argparse
@@ -12,7 +13,7 @@ import json
 import os
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, is_dataclass
 from datetime import timedelta
 from functools import lru_cache
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, get_args, get_
 
 from ayni.plain_values import arms, parse_text
 from ayni.process import WRONG_USE, load_yaml
-from ayni.settings import Leaf, SettingsError, from_mapping, leaves, to_mapping
+from ayni.settings import Hint, Leaf, SettingsError, from_mapping, leaves, to_mapping
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -31,6 +32,15 @@ T = TypeVar("T", bound="DataclassInstance")
 _METAVARS = {int: "N", float: "X", timedelta: "DURATION", Path: "PATH", list: "A,B", tuple: "A,B", dict: "JSON"}
 
 
+Hints = Callable[[Mapping[str, Any]], Mapping[str, Hint]]
+"""Gets the values that were given, nested; returns hints by path."""
+
+
+def no_hints(_: Mapping[str, Any]) -> Mapping[str, Hint]:
+    """Returns no hints."""
+    return {}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resolved(Generic[T]):
     """A configuration, and where each value of it came from."""
@@ -38,7 +48,13 @@ class Resolved(Generic[T]):
     config: T
     """The configuration."""
     origins: dict[str, str]
-    """For each path: the flag, the environment variable, the file or "default"."""
+    """For each path: the flag, the environment variable, the file, the origin of a hint or "default"."""
+    hinted: tuple[str, ...] = ()
+    """Paths whose values came from hints."""
+
+    def hinted_values(self) -> dict[str, object]:
+        """Returns the values that came from hints, by path."""
+        return {path: _look_up(to_mapping(self.config), path) for path in self.hinted}
 
 
 def read_command_line(
@@ -54,16 +70,30 @@ def read_command_line(
     Prints and exits where that is asked for (--help, --print-config: 0) or where it can't go on (wrong use: 2).
     """
     parser = argparse.ArgumentParser(prog, "%(prog)s [options]", description, allow_abbrev=False)
+    return resolve_or_exit(parser, cls, arguments, environ).config
+
+
+def resolve_or_exit(
+    parser: argparse.ArgumentParser,
+    cls: type[T],
+    arguments: Sequence[str] | None = None,
+    environ: Mapping[str, str] = os.environ,
+    hints: Hints = no_hints,
+) -> Resolved[T]:
+    """Returns the configuration that a process was started with, and where each value of it came from.
+
+    Prints and exits where that is asked for (--help, --print-config: 0) or where it can't go on (wrong use: 2).
+    """
     add_flags(parser, cls)
     given = parser.parse_args(arguments)
     try:
-        resolved = resolve(cls, given, environ)
+        resolved = resolve(cls, given, environ, hints)
     except SettingsError as error:
         parser.exit(WRONG_USE, "".join(f"{parser.prog}: {problem}\n" for problem in error.problems))
     if given.print_config:
         print(describe(resolved))
         parser.exit(0)
-    return resolved.config
+    return resolved
 
 
 def add_flags(parser: argparse.ArgumentParser, cls: "type[DataclassInstance]") -> None:
@@ -78,8 +108,10 @@ def add_flags(parser: argparse.ArgumentParser, cls: "type[DataclassInstance]") -
         groups[section].add_argument(_flag(leaf.path), dest=leaf.path, help=_help(leaf), **_action(leaf))
 
 
-def resolve(cls: type[T], given: argparse.Namespace, environ: Mapping[str, str]) -> Resolved[T]:
-    """Joins the flags that `add_flags` added, the environment and the file.
+def resolve(
+    cls: type[T], given: argparse.Namespace, environ: Mapping[str, str], hints: Hints = no_hints
+) -> Resolved[T]:
+    """Joins the flags that `add_flags` added, the environment, the file and the hints.
 
     Raises:
         SettingsError: all that is wrong, with paths and origins.
@@ -92,8 +124,14 @@ def resolve(cls: type[T], given: argparse.Namespace, environ: Mapping[str, str])
             _place(values, leaf.path, _from_flag(leaf, getattr(given, leaf.path)))
         elif origins[leaf.path] == _variable(leaf.path):
             _place(values, leaf.path, parse_text(leaf.annotation, environ[_variable(leaf.path)]))
+    taken = {path: hint for path, hint in hints(values).items() if origins[path] == "default"}
+    if problems := [f"{path}: {hint.problem}" for path, hint in taken.items() if hint.problem]:
+        raise SettingsError(*problems)
+    for leaf in (leaf for leaf in leaves(cls) if leaf.path in taken):
+        origins[leaf.path] = taken[leaf.path].origin
+        _place(values, leaf.path, parse_text(leaf.annotation, taken[leaf.path].text))
     try:
-        return Resolved(config=from_mapping(cls, values), origins=origins)
+        return Resolved(config=from_mapping(cls, values), origins=origins, hinted=tuple(taken))
     except SettingsError as error:
         raise SettingsError(*(_located(problem, origins, file) for problem in error.problems)) from None
 

@@ -76,6 +76,18 @@ class Leaf:
         return self.path.rpartition(".")[2]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hint:
+    """What a value may be taken from where nobody has given it."""
+
+    text: str
+    """The value, as the text of a flag would give it."""
+    origin: str
+    """Where it came from, for people."""
+    problem: str = ""
+    """Why there is no value there, and what to do; empty where there is one."""
+
+
 def leaves(cls: "type[DataclassInstance]", prefix: str = "", base: object = None) -> list[Leaf]:
     """Returns every single value of a configuration class, in the order of declaration."""
     found: list[Leaf] = []

@@ -20,7 +20,9 @@ from coordinator_service.config import RunFile
 from tests.unit.test_layers import ROOT, first_line, source_files
 from worker_agent.blocks_config import ServeConfig
 from worker_agent.config import WorkerConfig
+from worker_agent.launchers import LAUNCHERS
 from worker_agent.layouts_file import LayoutEntry, LayoutsFile
+from worker_agent.ray_config import RayConfig
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 KINDS: dict[Any, str] = {
@@ -91,6 +93,21 @@ def test_every_key_of_the_worker_is_listed_with_type_and_default():
 def test_every_key_of_the_serving_agent_is_listed_with_type_and_default():
     listed = {key: cells[:2] for key, cells in table(section(read("docs/run-file.md"), "## The serving agent")).items()}
     assert listed == {leaf.path: described(leaf) for leaf in leaves(ServeConfig)}
+
+
+def test_every_key_of_the_ray_driver_is_listed_with_type_and_default():
+    listed = {key: cells[:2] for key, cells in table(section(read("docs/launch.md"), "## Ray")).items()}
+    assert listed == {leaf.path: described(leaf) for leaf in leaves(RayConfig)}
+
+
+def test_every_variable_of_a_launcher_is_listed():
+    rows = section(read("docs/launch.md"), "## What an agent takes from where").splitlines()
+    listed = {row.split(" | ")[0].strip("| "): set(re.findall(r"`([A-Z_]+)`", row)) for row in rows if row[:2] == "| "}
+    listed = {name: variables for name, variables in listed.items() if variables}
+    assert list(listed) == list(LAUNCHERS)
+    for name, launcher in LAUNCHERS.items():
+        firsts = {variables[0] for variables in launcher.variables.values()}
+        assert {launcher.mark, *firsts} <= listed[name]
 
 
 def test_every_key_of_a_layout_is_listed_with_type_and_default():
