@@ -2,8 +2,8 @@
 
 Every collective has a number, the same on all ranks, because all make the same calls in the same order. Reductions add
 in the order of ranks, in float32 where the elements are narrower, so all ranks have the same bytes and each run has
-them again. Small tensors go to everybody whole; larger ones of more than two ranks in slices, of which each rank reduces
-one.
+them again. Small tensors go to everybody whole; larger ones of more than two ranks in slices, of which each rank
+reduces one.
 
 Legend: n ranks, E elements.
 """

@@ -1,7 +1,8 @@
 """A process group of torch.distributed over a stream to the coordinator.  [shell]
 
 Methods and options are torch's; docstrings say what is ours. Threads carry out the group's collectives, several at a
-time. They begin in the order of the calls; who needs the result of one for another waits for it, as with Gloo. What a method can't do raises `Unsupported` at once.
+time. They begin in the order of the calls; who needs the result of one for another waits for it, as with Gloo. What a
+method can't do raises `Unsupported`.
 """
 
 import time

@@ -1,0 +1,24 @@
+"""A rank that reduces until something goes wrong, and says what. Arguments: seconds that a collective may take."""
+
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+import worker_agent.integrations.c10d  # noqa: F401
+
+
+def main(timeout: str) -> None:
+    dist.init_process_group("ayni", init_method="ayni://forever", timeout=timedelta(seconds=60))
+    dist.distributed_c10d._get_default_group().set_timeout(timedelta(seconds=float(timeout)))
+    try:
+        while True:
+            dist.all_reduce(torch.ones(1000))
+            print("reduced", flush=True)
+    except Exception as error:
+        print(f"rank {dist.get_rank()}: {type(error).__name__}: {error}", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
