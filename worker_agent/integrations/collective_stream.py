@@ -35,6 +35,7 @@ class CollectiveStream:
 
     def __init__(self, channel: HeaderChannel, call: Any, welcome: pb.CollectiveWelcome, address: str) -> None:
         """For `open`."""
+        self._bridge = bridge.shared()
         self.rank, self.names = welcome.rank, tuple(welcome.process_names)
         self.mailbox = Mailbox(_MOST_WAITING_BYTES)
         self._channel, self._call, self._address = channel, call, address
@@ -116,7 +117,7 @@ class CollectiveStream:
         """
         future: Future[None] = Future()
         if to:
-            bridge.shared().call_soon(self._queue.put_nowait, (to, key, about, data, future))
+            self._bridge.call_soon(self._queue.put_nowait, (to, key, about, data, future))
         else:
             future.set_result(None)
         return future
@@ -126,7 +127,7 @@ class CollectiveStream:
         if not self._is_closed:
             self._is_closed = True
             with contextlib.suppress(AyniError):
-                bridge.shared().wait(self._leave(), 2 * _GOODBYE_S, "the goodbye to the group")
+                self._bridge.wait(self._leave(), 2 * _GOODBYE_S, "the goodbye to the group")
 
     def abort(self, reason: str) -> None:
         """Leaves without a goodbye: the group is over for all."""
@@ -134,7 +135,7 @@ class CollectiveStream:
             self._is_closed = True
             sentence = f"rank {self.rank} has aborted the group: {reason}"
             self.mailbox.fail(PeerLost(sentence, peer=self.rank, detail=reason))
-            bridge.shared().wait(self._end(), _GOODBYE_S, "the end of the stream")
+            self._bridge.wait(self._end(), _GOODBYE_S, "the end of the stream")
 
     async def _leave(self) -> None:
         self._queue.put_nowait(None)

@@ -90,7 +90,7 @@ class Collectives:
         flat_E = _flat(mine)
         self._send([rank for rank in range(self.size) if rank != self.rank], call, "g", flat_E)
         found = [
-            flat_E if rank == self.rank else self._take(rank, call, "g", like[rank] if like else flat_E)
+            flat_E if rank == self.rank else self._take(rank, call, "g", like[rank] if like else flat_E, self.size - 1)
             for rank in range(self.size)
         ]
         self._settle(call)
@@ -102,7 +102,7 @@ class Collectives:
             if rank != self.rank:
                 self._send([rank], call, "x", _flat(tensor))
         found = [
-            _flat(outgoing[rank]) if rank == self.rank else self._take(rank, call, "x", like[rank])
+            _flat(outgoing[rank]) if rank == self.rank else self._take(rank, call, "x", like[rank], self.size - 1)
             for rank in range(self.size)
         ]
         self._settle(call)
@@ -122,7 +122,10 @@ class Collectives:
             self._send([root], call, "c", _flat(mine))
             self._settle(call)
             return None
-        return [_flat(mine) if rank == root else self._take(rank, call, "c", mine) for rank in range(self.size)]
+        return [
+            _flat(mine) if rank == root else self._take(rank, call, "c", mine, self.size - 1)
+            for rank in range(self.size)
+        ]
 
     def handed_out(self, call: Call, outgoing: Sequence[Tensor] | None, like: Tensor, root: int) -> Tensor:
         """Returns this rank's one of the tensors that rank `root` has."""
@@ -150,12 +153,15 @@ class Collectives:
         ranks = [self._ranks[rank] for rank in to]
         call.sending.append(self._stream.send(ranks, self._key(call, phase), _about(call, flat_E), data))
 
-    def _take(self, sender: int, call: Call, phase: str, like: Tensor) -> Tensor:
+    def _take(self, sender: int, call: Call, phase: str, like: Tensor, last: int = -1) -> Tensor:
+        """Returns what a rank has sent; the collective needs the ranks up to `last` too."""
         expected = Message(about=_about(call, like), total_bytes=like.numel() * like.element_size())
         who = f"rank {self.rank} of group {self._group_id[:40]!r}"
         left = max(0.0, call.deadline - time.monotonic())
         try:
-            data = self._stream.mailbox.take(self._ranks[sender], self._key(call, phase), expected, left, who)
+            needed = [rank for rank in range(sender, max(sender, last) + 1) if rank != self.rank]
+            wanted = [(self._ranks[rank], self._key(call, phase)) for rank in needed]
+            data = self._stream.mailbox.take(wanted, expected, left, who)
         except Deadline as error:
             raise Deadline(
                 f"{who} waited {call.timeout:g} s in vain for rank {sender} in {expected.about}", **error.metadata

@@ -6,6 +6,7 @@ that came, never with what a sender announces, up to a limit.
 
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ayni.errors import BadChunk, Deadline, PeerLost, SpecMismatch, TooLarge
@@ -71,12 +72,11 @@ class Mailbox:
             if coming.is_whole:
                 self._changed.notify_all()
 
-    def take(self, sender: int, key: bytes, expected: Message, timeout: float, who: str) -> bytearray:
+    def take(self, wanted: Sequence[Key], expected: Message, timeout: float, who: str) -> bytearray:
         """Waits for a whole message.
 
         Args:
-            sender: rank that it comes from.
-            key: its name.
+            wanted: the message, and those that the same collective needs after it: none of it comes about without them.
             expected: what it must be.
             timeout: seconds.
             who: who waits, for errors.
@@ -87,19 +87,20 @@ class Mailbox:
             SpecMismatch: it is something else.
         """
         deadline = time.monotonic() + timeout
+        sender = wanted[0][0]
         with self._changed:
             while True:
-                message = self._messages.get((sender, key))
+                message = self._messages.get(wanted[0])
                 if message is not None and message.about != expected.about:
                     raise _mismatch(sender, message.about, expected.about, who)
                 if message is not None and message.total_bytes != expected.total_bytes:
                     sizes = f"{message.total_bytes} bytes", f"{expected.total_bytes} bytes"
                     raise _mismatch(sender, *sizes, who)
                 if message is not None and message.is_whole:
-                    del self._messages[(sender, key)]
+                    del self._messages[wanted[0]]
                     self._bytes -= len(message.data)
                     return message.data
-                self._check_alive(sender, expected, who)
+                self._check_alive(wanted, expected, who)
                 if not self._changed.wait(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
                     raise Deadline(
                         f"{who} waited {timeout:g} s in vain for rank {sender} in {expected.about}",
@@ -127,10 +128,10 @@ class Mailbox:
             if self._error:
                 raise self._error
 
-    def _check_alive(self, sender: int, expected: Message, who: str) -> None:
+    def _check_alive(self, wanted: Sequence[Key], expected: Message, who: str) -> None:
         if self._error:
             raise self._error
-        if sender in self._left:
+        for sender in (key[0] for key in wanted if key[0] in self._left and key not in self._messages):
             gone = f"rank {sender} ({self._left[sender]}) has left the group"
             sentence = f"{gone}, and {who} needs it in {expected.about}"
             raise PeerLost(sentence, peer=sender, detail="left")
