@@ -16,7 +16,10 @@ from tests.support.tiny_models import write_llama
 from tests.support.trainer_worker import arguments, collate, lora, samples, trained
 from worker_agent.integrations.huggingface import AyniCallback
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning"),
+]
 
 SENTENCES = ["the old cat sings", "a red stone sleeps loud", "the river runs", "the new dog sings soft", "a cat runs"]
 

@@ -29,6 +29,7 @@ def lora(folder: str) -> Any:
     model = AutoModelForCausalLM.from_pretrained(folder)
     torch.manual_seed(1)
     config = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
+    model.enable_input_require_grads()
     return get_peft_model(model, config)
 
 
@@ -43,7 +44,9 @@ def arguments(folder: Path, batch: int, **changes: Any) -> TrainingArguments:
         "max_grad_norm": 0.05,
         "save_strategy": "steps",
         "save_steps": 2,
+        # Then layers have backward passes of their own, inside of the model's.
         "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": True},
         "report_to": "none",
         "use_cpu": True,
         "train_sampling_strategy": "sequential",

@@ -28,7 +28,7 @@ def cut(sizes: Mapping[str, int], most: int = BUCKET_ELEMENTS) -> tuple[BucketSp
     if not sizes:
         raise ValueError("the model has no trainable parameters: there would be nothing to exchange")
     groups: list[list[str]] = [[]]
-    for name in reversed(sizes):
+    for name in reversed(list(sizes)):
         if groups[-1] and sum(sizes[member] for member in groups[-1]) + sizes[name] > most:
             groups.append([])
         groups[-1].append(name)
