@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -315,3 +316,20 @@ def test_the_example_of_a_loop_learns_the_line(two: CoordinatorProcess, tmp_path
     one, other = (torch.load(path, weights_only=True) for path in saved)
     assert all(one[name].equal(other[name]) for name in one)
     torch.testing.assert_close(one["weight"], torch.tensor([[1.0, -2.0, 0.5]]), rtol=0, atol=0.2)
+
+
+def test_an_optimizer_that_accelerate_prepares_averages_once_for_each_of_its_steps(tmp_path: Path):
+    with coordinator(tmp_path, OWN) as server:
+        model = small_model()
+        with joined(server, model, "w0") as run:
+            accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+            optimizer = run.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+            prepared, optimizer = accelerator.prepare(model, optimizer)
+            for start in range(0, 20, 5):
+                with accelerator.accumulate(prepared):
+                    accelerator.backward(loss_of(prepared, range(start, start + 5)))
+                    optimizer.step()
+                    optimizer.zero_grad()
+        log = server.read_log()
+    assert "step 2 committed" in log
+    assert "step 3 committed" not in log

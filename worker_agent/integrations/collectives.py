@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,7 +71,7 @@ class Collectives:
         """Processes of the group."""
         return len(self._ranks)
 
-    def reduced(self, call: Call, tensor: Tensor, op: ReduceOp) -> Tensor:
+    def reduced(self, call: Call, tensor: Tensor, op: Any) -> Tensor:
         """Returns the reduction over all ranks, of the tensor's shape."""
         flat_E = _flat(tensor)
         if self.size <= 2 or flat_E.nbytes <= _SMALL_BYTES:
@@ -79,7 +80,7 @@ class Collectives:
         mine = combined(self.exchanged(call, slices, [slices[self.rank]] * self.size), op)
         return torch.cat(self.gathered(call, mine, slices)).view(tensor.shape)
 
-    def reduced_slice(self, call: Call, inputs: Sequence[Tensor], op: ReduceOp) -> Tensor:
+    def reduced_slice(self, call: Call, inputs: Sequence[Tensor], op: Any) -> Tensor:
         """Returns the reduction of the input that has this rank's number."""
         flats = [_flat(tensor) for tensor in inputs]
         own = flats[self.rank]
@@ -149,7 +150,8 @@ class Collectives:
 
     def _send(self, to: Sequence[int], call: Call, phase: str, flat_E: Tensor) -> None:
         self._stream.mailbox.check()
-        data = memoryview(flat_E.view(torch.uint8).numpy()) if flat_E.numel() else memoryview(b"")
+        array: Any = flat_E.view(torch.uint8).numpy()
+        data = memoryview(array if flat_E.numel() else b"")
         ranks = [self._ranks[rank] for rank in to]
         call.sending.append(self._stream.send(ranks, self._key(call, phase), _about(call, flat_E), data))
 
@@ -201,7 +203,7 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu").contiguous().reshape(-1)
 
 
-def combined(parts: Sequence[Tensor], op: ReduceOp) -> Tensor:
+def combined(parts: Sequence[Tensor], op: Any) -> Tensor:
     """Reduces the ranks' tensors, in the order of ranks."""
     name = next((known for known in _PAIRWISE if op == getattr(ReduceOp, known)), str(op))
     pairwise = _PAIRWISE.get(name)

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import GradBucket
+from torch._C._distributed_c10d import GradBucket
 
 from worker_agent.integrations.joined_run import JoinedRun
 

@@ -16,7 +16,7 @@ import os
 from collections.abc import Mapping
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from torch import nn
 from torch.optim import Optimizer
@@ -32,8 +32,6 @@ from worker_agent.integrations.buckets import BUCKET_ELEMENTS, cut
 from worker_agent.integrations.model_vectors import ModelVectors, check_floats
 from worker_agent.integrations.sharding import shard
 from worker_agent.training.fingerprint import task_fingerprint
-
-T = TypeVar("T")
 
 
 class JoinedRun:
@@ -73,7 +71,7 @@ class JoinedRun:
         """Workers that took part in the last step."""
         return self._client.total_workers
 
-    def shard(self, dataset: T) -> T:
+    def shard(self, dataset: Any) -> Any:
         """Returns this worker's part of a data set; see `worker_agent.integrations.sharding`."""
         return shard(dataset, self.rank, self.world_size)
 

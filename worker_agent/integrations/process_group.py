@@ -24,13 +24,16 @@ from worker_agent.integrations.collectives import Call, Collectives, combined
 
 BACKEND = "ayni"
 
+_ProcessGroup: Any = dist.ProcessGroup
+"""Its stubs differ between versions of torch."""
+
 _THREADS = 4
 """Collectives of a group that are under way at a time, and as many sends and receives."""
 
 Work = Callable[[list[Call]], None]
 
 
-class AyniProcessGroup(dist.ProcessGroup):
+class AyniProcessGroup(_ProcessGroup):  # type: ignore[misc]
     """One group of ranks."""
 
     def __init__(
@@ -57,7 +60,7 @@ class AyniProcessGroup(dist.ProcessGroup):
         return BACKEND
 
     @property
-    def group_name(self) -> str:  # type: ignore[override]
+    def group_name(self) -> str:
         """Name among this process's groups."""
         return self._group_id
 
@@ -78,7 +81,7 @@ class AyniProcessGroup(dist.ProcessGroup):
         self._stream.abort("it called abort()")
         self.shutdown()
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> AyniWork:  # type: ignore[override]
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> AyniWork:
         """Reduces each tensor over all ranks, in place."""
 
         def work(calls: list[Call]) -> None:
@@ -91,7 +94,7 @@ class AyniProcessGroup(dist.ProcessGroup):
         """Reduces several tensors as `allreduce`."""
         return self.allreduce(tensors, opts)
 
-    def reduce(self, tensors: list[Tensor], opts: Any = None) -> AyniWork:  # type: ignore[override]
+    def reduce(self, tensors: list[Tensor], opts: Any = None) -> AyniWork:
         """Reduces to rank `rootRank`."""
         root = _root(opts)
 
@@ -102,7 +105,7 @@ class AyniProcessGroup(dist.ProcessGroup):
 
         return self._start("reduce", opts, work, tensors, len(tensors))
 
-    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> AyniWork:  # type: ignore[override]
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> AyniWork:
         """Gives all ranks rank `rootRank`'s tensors."""
         root = _root(opts)
 
@@ -112,9 +115,7 @@ class AyniProcessGroup(dist.ProcessGroup):
 
         return self._start("broadcast", opts, work, tensors, len(tensors))
 
-    def allgather(  # type: ignore[override]
-        self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any = None
-    ) -> AyniWork:
+    def allgather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any = None) -> AyniWork:
         """Gathers each rank's tensors on all ranks."""
 
         def work(calls: list[Call]) -> None:
@@ -148,7 +149,7 @@ class AyniProcessGroup(dist.ProcessGroup):
         """Gathers into one tensor, rank after rank."""
         return self.all_gather_single_coalesced([output], [input], opts)
 
-    def reduce_scatter(  # type: ignore[override]
+    def reduce_scatter(
         self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any = None
     ) -> AyniWork:
         """Reduces, and gives rank r the r-th result."""
@@ -173,9 +174,7 @@ class AyniProcessGroup(dist.ProcessGroup):
         """Reduces, and gives rank r the r-th part."""
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
-    def gather(  # type: ignore[override]
-        self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any = None
-    ) -> AyniWork:
+    def gather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any = None) -> AyniWork:
         """Gathers on rank `rootRank`."""
         root = _root(opts)
 
@@ -187,9 +186,7 @@ class AyniProcessGroup(dist.ProcessGroup):
 
         return self._start("gather", opts, work, output_tensors[0] if output_tensors else [])
 
-    def scatter(  # type: ignore[override]
-        self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any = None
-    ) -> AyniWork:
+    def scatter(self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any = None) -> AyniWork:
         """Gives rank r the r-th tensor of rank `rootRank`."""
         root = _root(opts)
 
@@ -202,7 +199,7 @@ class AyniProcessGroup(dist.ProcessGroup):
 
         return self._start("scatter", opts, work, output_tensors)
 
-    def alltoall(self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: Any = None) -> AyniWork:  # type: ignore[override]
+    def alltoall(self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: Any = None) -> AyniWork:
         """Gives rank r the r-th input of every rank."""
 
         def work(calls: list[Call]) -> None:
@@ -212,7 +209,7 @@ class AyniProcessGroup(dist.ProcessGroup):
 
         return self._start("all_to_all", opts, work, output_tensors)
 
-    def all_to_all_single(  # type: ignore[override]
+    def all_to_all_single(
         self,
         output: Tensor,
         input: Tensor,
@@ -225,7 +222,7 @@ class AyniProcessGroup(dist.ProcessGroup):
         inputs = self._parts("all_to_all_single", input, input_split_sizes)
         return self.alltoall(outputs, inputs, opts)
 
-    def barrier(self, opts: Any = None) -> AyniWork:  # type: ignore[override]
+    def barrier(self, opts: Any = None) -> AyniWork:
         """Waits for all ranks, and for what was called before."""
         before = [outcome for outcome in self._under_way if not outcome.done()]
 
@@ -315,7 +312,7 @@ def _fill(outputs: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
         output.copy_(part.view(output.shape))
 
 
-def _op(opts: Any) -> ReduceOp:
+def _op(opts: Any) -> Any:
     return ReduceOp.SUM if opts is None else opts.reduceOp
 
 
