@@ -1,6 +1,7 @@
 """Programs with loops of their own as workers of a run: the optimizer's step, the hook of DistributedDataParallel."""
 
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ayni.errors import Halted, Incompatible, PeerLost, RunEnded
+from ayni.errors import Halted, Incompatible, PeerLost, RunEnded, RunStarted
 from ayni.settings import SettingsError
 from tests.support.coordinator import ROOT, CoordinatorProcess, coordinator
 from tests.support.joined_runs import (
@@ -240,6 +241,34 @@ def test_a_program_with_more_steps_than_the_run_is_told_so(tmp_path: Path):
             run.average_gradients()
             with pytest.raises(RunEnded, match="num_steps"):
                 run.average_gradients()
+
+
+def test_a_program_that_comes_late_is_refused_and_changes_nothing(two: CoordinatorProcess):
+    begun, come = threading.Event(), threading.Event()
+
+    def work(index: int) -> list[torch.Tensor]:
+        if index == 2:
+            begun.wait(60)
+            with pytest.raises(RunStarted, match="start all programs of a run together"):
+                joined(two, small_model(), "late")
+            come.set()
+            return []
+        model, seen = small_model(), []
+        with joined(two, model, f"w{index}") as run:
+            for step in range(3):
+                model.zero_grad()
+                loss_of(model, range(run.rank * 10, run.rank * 10 + 10)).backward()
+                run.average_gradients()
+                seen.append(torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None]))
+                begun.set()
+                assert step != 1 or come.wait(60)
+        return seen
+
+    one, other, _ = side_by_side(work, 3)
+    expected = torch.stack([_gradient(range(r * 10, r * 10 + 10)) for r in range(2)]).mean(0)
+    for mine, theirs in zip(one, other, strict=True):
+        assert mine.equal(theirs)
+        torch.testing.assert_close(mine, expected, rtol=0, atol=1e-6)
 
 
 def test_workers_with_another_model_are_refused_at_join(two: CoordinatorProcess):

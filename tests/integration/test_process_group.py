@@ -118,7 +118,7 @@ def test_every_collective_moves_what_it_says(three: list[AyniProcessGroup]):  # 
         assert part.equal(row(0 + rank) + row(1 + rank) + row(2 + rank))
 
         to_root = dist.ReduceOptions()
-        to_root.rootRank, to_root.reduceOp = 1, ReduceOp.SUM
+        to_root.rootRank = 1
         tensor = row(rank)
         group.reduce([tensor], to_root).wait()
         assert tensor.equal(row(0) + row(1) + row(2) if rank == 1 else row(rank))

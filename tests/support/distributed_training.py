@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,10 @@ def batches(rank: int, world_size: int):
     for start in range(0, 64, 8 * world_size):
         rows = slice(start + 8 * rank, start + 8 * rank + 8)
         yield inputs[rows], labels[rows]
+
+
+def full(parameter: Any) -> torch.Tensor:
+    return parameter.full_tensor().detach()
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -50,7 +55,7 @@ def main(backend: str, folder: str) -> None:
             fully_shard(layer)
     fully_shard(sharded)
     train(sharded, torch.optim.AdamW(sharded.parameters(), lr=0.1))
-    ends |= {f"fsdp2 {name}": p.full_tensor().detach() for name, p in sharded.named_parameters()}
+    ends |= {f"fsdp2 {name}": full(p) for name, p in sharded.named_parameters()}
 
     # What a subgroup and objects need.
     found: list[object] = [None, None]

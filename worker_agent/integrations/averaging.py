@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ayni.buckets import Bucket
-from ayni.errors import PeerLost, RunEnded, StepVoided
+from ayni.errors import PeerLost, RunEnded, RunStarted, StepVoided
 from worker_agent.session import Commit, MicrobatchStats, Report, Session, ShardAssignment, Vector
 from worker_agent.training.layout import BucketSpec
 
@@ -81,6 +81,7 @@ class Averaging:
 
         Raises:
             RunEnded: the run makes no more steps.
+            RunStarted: the others began without this worker.
             PeerLost: a worker was lost, and `on_loss` is "raise".
             ValueError: the run file gives workers other than one micro-batch each.
             AyniError: the coordinator refused.
@@ -156,6 +157,12 @@ class Averaging:
                 "is without end), one more than the program makes where first weights are shared",
                 state="finished",
                 detail="",
+            )
+        if not self._world_size and lease.step:
+            raise RunStarted(
+                f"the run has made {lease.step} steps, and nobody can hand this program their parameters and optimizer: "
+                "start all programs of a run together, a new run with another run_id or --fresh",
+                committed_step=lease.step - 1,
             )
         if len(lease.microbatches) != 1:
             raise ValueError(

@@ -140,7 +140,8 @@ def join(
     Raises:
         SettingsError: a setting is missing or wrong.
         CoordinatorUnreachable: nothing answered in time.
-        AyniError: the coordinator refused, such as `Incompatible` where another worker has another model.
+        AyniError: the coordinator refused, such as `Incompatible` where another worker has another model; or the
+            others began without this one (`RunStarted`).
     """
     named = [(name, parameter) for name, parameter in _inner(model).named_parameters() if parameter.requires_grad]
     check_floats(named)
