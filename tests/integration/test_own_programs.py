@@ -249,24 +249,24 @@ def test_a_program_that_comes_late_is_refused_and_changes_nothing(two: Coordinat
     def work(index: int) -> list[torch.Tensor]:
         if index == 2:
             begun.wait(60)
-            with pytest.raises(RunStarted, match="start all programs of a run together"):
+            with pytest.raises(RunStarted, match="all programs of a run together"):
                 joined(two, small_model(), "late")
             come.set()
             return []
         model, seen = small_model(), []
         with joined(two, model, f"w{index}") as run:
-            for step in range(3):
+            while not come.is_set() and len(seen) < 2000:
                 model.zero_grad()
                 loss_of(model, range(run.rank * 10, run.rank * 10 + 10)).backward()
                 run.average_gradients()
                 seen.append(torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None]))
                 begun.set()
-                assert step != 1 or come.wait(60)
         return seen
 
     one, other, _ = side_by_side(work, 3)
     expected = torch.stack([_gradient(range(r * 10, r * 10 + 10)) for r in range(2)]).mean(0)
-    for mine, theirs in zip(one, other, strict=True):
+    assert come.is_set()
+    for mine, theirs in zip(one, other, strict=False):  # One of them may have made a last step alone.
         assert mine.equal(theirs)
         torch.testing.assert_close(mine, expected, rtol=0, atol=1e-6)
 
