@@ -160,7 +160,7 @@ class Averaging:
             )
         if not self._world_size and lease.step:
             raise RunStarted(
-                f"the run has made {lease.step} steps, and nobody can hand this program parameters and optimizer: start "
+                f"the run has made {lease.step} steps, and nobody can hand this program their state: start "
                 "all programs of a run together, a new run with another run_id or --fresh",
                 committed_step=lease.step - 1,
             )
