@@ -3,6 +3,7 @@
 import re
 import threading
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ayni.errors import Halted, Incompatible, PeerLost, RunEnded, RunStarted
+from ayni.errors import Diverged, Halted, Incompatible, PeerLost, RunEnded, RunStarted
 from ayni.settings import SettingsError
 from tests.support.coordinator import ROOT, CoordinatorProcess, coordinator
 from tests.support.joined_runs import (
@@ -287,6 +288,32 @@ def test_workers_with_another_model_are_refused_at_join(two: CoordinatorProcess)
     told = [text for text in side_by_side(work, 2) if text]
     assert len(told) == 1
     assert "elements trained" in told[0]
+
+
+def test_weights_that_differ_are_found_where_they_are_not_shared(two: CoordinatorProcess):
+    def work(index: int) -> str:
+        try:
+            with joined(
+                two, small_model(seed=index), f"w{index}", share_weights=False, wait=timedelta(seconds=30)
+            ) as run:
+                run.average_gradients()
+        except (Diverged, Halted) as error:
+            return type(error).__name__
+        return ""
+
+    assert "Diverged" in side_by_side(work, 2)
+
+
+def test_weights_are_not_shared_where_they_would_be_rounded(tmp_path: Path):
+    with coordinator(tmp_path, {**OWN, "wire_type": "bfloat16"}) as server:
+        with pytest.raises(ValueError, match="wire_type is bfloat16, so weights would be rounded"):
+            joined(server, small_model(), "w0")
+        model = small_model()
+        with joined(server, model, "w1", share_weights=False) as run:
+            loss_of(model, range(5)).backward()
+            run.average_gradients()
+        gradient = torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
+        torch.testing.assert_close(gradient, _gradient(range(5)), rtol=2**-7, atol=0)
 
 
 def test_a_hook_of_ours_is_registered_once(group_of_one: None, tmp_path: Path):

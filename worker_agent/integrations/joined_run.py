@@ -31,7 +31,7 @@ from worker_agent.integrations.averaging import CONTINUE, Averaging
 from worker_agent.integrations.buckets import BUCKET_ELEMENTS, cut
 from worker_agent.integrations.model_vectors import ModelVectors, check_floats
 from worker_agent.integrations.sharding import shard
-from worker_agent.training.fingerprint import task_fingerprint
+from worker_agent.training.fingerprint import parameters_sha256, task_fingerprint
 
 
 class JoinedRun:
@@ -130,7 +130,8 @@ def join(
 
     Args:
         model: what is trained; what `requires_grad` now is exchanged.
-        share_weights: give every worker the trainable parameters of rank 0 first, as the run's first step.
+        share_weights: give every worker the trainable parameters of rank 0 first, as the run's first step. Without it the
+            coordinator compares the workers' parameters, and refuses where they differ.
         on_loss: when a worker is lost, "continue" with those who are left or "raise" `PeerLost` on all of them.
         bucket_elements: elements that leave together while backward still runs; the same on all workers.
         wait: longest wait for the other workers.
@@ -140,6 +141,7 @@ def join(
     Raises:
         SettingsError: a setting is missing or wrong.
         CoordinatorUnreachable: nothing answered in time.
+        ValueError: a parameter, or the run's wire type, does not fit.
         AyniError: the coordinator refused, such as `Incompatible` where another worker has another model; or the
             others began without this one (`RunStarted`).
     """
@@ -153,9 +155,15 @@ def join(
         "num_blocks": len(specs),
         "num_buckets": len(specs),
         "shard_timeout": wait,
+        "parameters_sha256": "" if share_weights else parameters_sha256(named),
     }
     client = WorkerClient.connect(client_config(environ, **facts), gpu_count=int(backend != "cpu"), backend=backend)
     try:
+        if share_weights and client.wire_type != "float32":
+            raise ValueError(
+                f"this run's wire_type is {client.wire_type}, so weights would be rounded on their way: join with "
+                "share_weights=False, and begin with the same weights on all workers"
+            )
         averaging = Averaging(client, specs, on_loss)
         run = JoinedRun(client, averaging, ModelVectors(named, specs, averaging))
         if share_weights:
