@@ -130,8 +130,8 @@ def join(
 
     Args:
         model: what is trained; what `requires_grad` now is exchanged.
-        share_weights: give every worker the trainable parameters of rank 0 first, as the run's first step. Without it the
-            coordinator compares the workers' parameters, and refuses where they differ.
+        share_weights: give every worker the trainable parameters of rank 0 first, as the run's first step. Without it
+            the coordinator compares the workers' parameters, and refuses where they differ.
         on_loss: when a worker is lost, "continue" with those who are left or "raise" `PeerLost` on all of them.
         bucket_elements: elements that leave together while backward still runs; the same on all workers.
         wait: longest wait for the other workers.
