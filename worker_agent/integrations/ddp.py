@@ -25,12 +25,23 @@ from worker_agent.integrations.joined_run import JoinedRun
 BucketFuture = torch.futures.Future[Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    """One of DistributedDataParallel's buckets, with one copy on the host if it is on an accelerator."""
+
+    future: BucketFuture
+    buffer: Tensor
+    host: Tensor
+    """The buffer itself where that is on the host."""
+    gradients: list[tuple[nn.Parameter, Tensor]]
+    """Views of the host's copy, of each parameter's shape."""
+
+
 @dataclass(slots=True)
 class _Backward:
     """One backward that runs now: what DistributedDataParallel waits for."""
 
-    futures: list[tuple[BucketFuture, Tensor]] = field(default_factory=list)
-    gradients: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)
+    buckets: list[_Bucket] = field(default_factory=list)
     maybe_unused: list[nn.Parameter] = field(default_factory=list)
     """Parameters whose gradients are all zeros here. One that took no part in this forward gets no `.grad` from
     DistributedDataParallel unless a process of its own group used it; another worker of the run may have."""
@@ -54,20 +65,32 @@ def ddp_hook(run: JoinedRun, bucket: GradBucket) -> BucketFuture:
         # keeps its class; what a hook raises, or a future holds, becomes a RuntimeError.
         engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(lambda: _finish(run))
-    future: BucketFuture = torch.futures.Future()
-    backward.futures.append((future, bucket.buffer()))
-    pairs: Any = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
-    backward.gradients.extend(pairs)
-    backward.maybe_unused.extend(parameter for parameter, gradient in pairs if not gradient.any())
+    taken = _on_host(bucket)
+    backward.buckets.append(taken)
     try:
         if begins:
             run.vectors.begin(run.weight)
         if backward.error is None:
-            for parameter, gradient in pairs:
+            for parameter, gradient in taken.gradients:
                 run.vectors.add(parameter, gradient)
     except Exception as error:
         backward.error = error
-    return future
+    backward.maybe_unused.extend(parameter for parameter, gradient in taken.gradients if not gradient.any())
+    return taken.future
+
+
+def _on_host(bucket: GradBucket) -> _Bucket:
+    buffer = bucket.buffer().detach()
+    host = buffer.to("cpu")
+    first = buffer.storage_offset()
+    pairs: Any = zip(bucket.parameters(), bucket.gradients(), strict=True)
+    views = [
+        (parameter, host.as_strided(gradient.size(), gradient.stride(), host.storage_offset() + start))
+        for parameter, gradient in pairs
+        for start in [gradient.storage_offset() - first]
+    ]
+    devices = [buffer.device] if buffer.is_cuda else None
+    return _Bucket(torch.futures.Future(devices=devices), buffer, host, views)
 
 
 @torch.no_grad()
@@ -79,13 +102,15 @@ def _finish(run: JoinedRun) -> None:
         run.vectors.finish()
     except BaseException as error:
         run.vectors.give_up()
-        for future, _ in backward.futures:
-            future.set_exception(error)  # type: ignore[arg-type]
+        for bucket in backward.buckets:
+            bucket.future.set_exception(error)  # type: ignore[arg-type]
         raise
-    for parameter, gradient in backward.gradients:
-        gradient.copy_(run.vectors.mean(parameter))
-    for future, buffer in backward.futures:
-        future.set_result(buffer)
+    for bucket in backward.buckets:
+        for parameter, gradient in bucket.gradients:
+            gradient.copy_(run.vectors.mean(parameter))
+        if bucket.host is not bucket.buffer:
+            bucket.buffer.copy_(bucket.host)
+        bucket.future.set_result(bucket.buffer)
     if used_elsewhere := [parameter for parameter in backward.maybe_unused if run.vectors.mean(parameter).any()]:
         # After DistributedDataParallel has taken the means.
         engine: Any = torch.autograd.Variable._execution_engine
