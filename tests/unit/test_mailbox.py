@@ -45,7 +45,7 @@ def test_parts_that_do_not_follow_one_another_are_refused():
 def test_what_nobody_asks_for_is_bounded_by_what_came_and_not_by_what_was_announced():
     mailbox = Mailbox(10)
     deliver(mailbox, 1, b"ab", size=1 << 62)
-    with pytest.raises(TooLarge, match="11 bytes from other ranks wait here .* rank 2"):
+    with pytest.raises(TooLarge, match=r"11 bytes from other ranks wait here .* rank 2"):
         deliver(mailbox, 2, b"123456789", size=1 << 62)
 
 
