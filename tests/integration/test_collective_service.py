@@ -70,7 +70,7 @@ def test_messages_arrive_as_they_were_sent_and_leaving_is_told(server: Coordinat
     async def talk() -> None:
         async with stream(server) as one, stream(server) as other:
             await say(one, hello("pair", process_name="ant"))
-            await say(other, hello("pair", process_name="bee", rank=0))
+            await say(other, hello("pair", process_name="bee"))
             welcome = (await hear(one)).welcome
             assert list(welcome.process_names) in (["ant", "bee"], ["bee", "ant"])
             mine, theirs = welcome.rank, (await hear(other)).welcome.rank
