@@ -124,9 +124,9 @@ def bases_of(method: str, member: Insider) -> Iterator[list[Message]]:
     round_ = pb.RoundBegin(**key, tensor=tensor, microbatches=stats)
     chunk = tensor_pb2.Chunk(data=bytes(SIZE * 4))
     if method == "Exchange":
-        hello = collective_pb2.CollectiveHello(protocol_version=PROTOCOL_VERSION, group="alone", world_size=1)
+        entry = collective_pb2.CollectiveHello(protocol_version=PROTOCOL_VERSION, group="alone", world_size=1)
         send = collective_pb2.CollectiveSend(to=[1], key=b"k", about="x", total_bytes=1, data=b"x")
-        frames: list[Message] = [collective_pb2.ExchangeRequest(hello=hello)]
+        frames: list[Message] = [collective_pb2.ExchangeRequest(hello=entry)]
         yield [*frames, collective_pb2.ExchangeRequest(bye=collective_pb2.CollectiveBye())]
         yield [*frames, collective_pb2.ExchangeRequest(send=send)]
     elif method == "Join":

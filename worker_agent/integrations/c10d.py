@@ -19,6 +19,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlparse
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.rendezvous import register_rendezvous_handler
 
 from worker_agent.integrations.collective_stream import CollectiveStream
@@ -94,7 +95,7 @@ def _rendezvous(url: str, timeout: timedelta = dist.constants.default_pg_timeout
     if world_size < 1:
         raise ValueError(f"init_method {url!r} needs world_size: init_process_group(..., world_size=N) or WORLD_SIZE")
     stream = _SHARED.open(parsed.netloc or "default", world_size, rank if rank >= 0 else None, timeout)
-    yield dist.HashStore(), stream.rank, stream.world_size
+    yield HashStore(), stream.rank, stream.world_size
     raise RuntimeError("ayni:// can't bring processes together again; start all of them anew")
 
 
