@@ -71,9 +71,11 @@ def test_a_rank_that_left_is_missed_only_where_its_message_is():
 def test_a_failure_is_told_to_all_and_the_first_one_counts():
     mailbox = Mailbox(100)
     mailbox.check()
+    deliver(mailbox, 3, b"abcd", key=b"before")
     mailbox.fail(PeerLost("rank 3 is lost", peer=3, detail=""))
     mailbox.fail(OSError("later"))
     with pytest.raises(PeerLost, match="rank 3"):
         mailbox.check()
     with pytest.raises(PeerLost, match="rank 3"):
         mailbox.take([(1, b"k")], expected(), 10, "rank 0")
+    assert mailbox.take([(3, b"before")], expected(), 10, "rank 0") == b"abcd"

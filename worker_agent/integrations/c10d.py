@@ -10,6 +10,7 @@ coordinator. One stream carries all groups of a process. When a process dies, ev
 with `PeerLost`, which names it.
 """
 
+import atexit
 import os
 import threading
 import uuid
@@ -43,6 +44,7 @@ class _Shared:
         with self._lock:
             seconds = timeout.total_seconds()
             self._stream = CollectiveStream.open(client_config(os.environ), group, world_size, rank, seconds)
+            atexit.register(self.close)
             return self._stream
 
     def use(self) -> CollectiveStream | None:
@@ -53,14 +55,19 @@ class _Shared:
         with self._lock:
             self._users += 1
 
+    def close(self) -> None:
+        """Leaves in order, also where a program ends without destroying its groups."""
+        with self._lock:
+            stream, self._stream = self._stream, None
+        if stream:
+            stream.close()
+
     def give_back(self) -> None:
         with self._lock:
             self._users -= 1
-            stream = None if self._users else self._stream
-            if stream:
-                self._stream = None
-        if stream:
-            stream.close()
+            is_last = not self._users
+        if is_last:
+            self.close()
 
 
 _SHARED = _Shared()

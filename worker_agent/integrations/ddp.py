@@ -81,6 +81,8 @@ def ddp_hook(run: JoinedRun, bucket: GradBucket) -> BucketFuture:
 
 def _on_host(bucket: GradBucket) -> _Bucket:
     buffer = bucket.buffer().detach()
+    if buffer.is_sparse:
+        raise ValueError("sparse gradients can't be averaged over a run: make the embedding dense (sparse=False)")
     host = buffer.to("cpu")
     first = buffer.storage_offset()
     pairs: Any = zip(bucket.parameters(), bucket.gradients(), strict=True)

@@ -115,11 +115,9 @@ class Mailbox:
             self._changed.notify_all()
 
     def fail(self, error: Exception) -> None:
-        """Makes every wait, now and from now on, raise an error; the first one counts."""
+        """Makes every wait, now and from now on, raise an error; the first one counts. What has come can be taken."""
         with self._changed:
             self._error = self._error or error
-            self._messages.clear()
-            self._bytes = 0
             self._changed.notify_all()
 
     def check(self) -> None:
