@@ -43,6 +43,17 @@ def test_a_rank_that_is_killed_is_named_to_the_others(tmp_path: Path):
     assert "of the group is lost (process-1: its stream broke)" in text
 
 
+def test_a_rank_that_fails_ends_at_once_and_is_named_to_the_others(tmp_path: Path):
+    with coordinator(tmp_path, OWN) as server:
+        environments = [{**settings(server, f"process-{index}"), "WORLD_SIZE": "2"} for index in range(2)]
+        script = "tests/support/reduce_forever.py"
+        with programs([[script, "60"], [script, "60", "7"]], environments) as started:
+            text = outputs(started[:1], timeout=60)[0]
+            assert started[1].wait(20) == 7
+    assert "PeerLost: rank " in text
+    assert "(process-1) has left the group" in text
+
+
 def test_a_rank_that_is_silent_and_a_lost_coordinator_are_named(tmp_path: Path):
     with coordinator(tmp_path, OWN) as server:
         environments = [{**settings(server, f"process-{index}"), "WORLD_SIZE": "2"} for index in range(2)]

@@ -8,7 +8,7 @@ method can't do raises `Unsupported`.
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +21,7 @@ from ayni.errors import SpecMismatch
 from worker_agent.integrations.c10d_work import AyniWork
 from worker_agent.integrations.collective_stream import CollectiveStream
 from worker_agent.integrations.collectives import Call, Collectives, combined
+from worker_agent.integrations.daemon_threads import DaemonThreads
 
 BACKEND = "ayni"
 
@@ -49,8 +50,8 @@ class AyniProcessGroup(_ProcessGroup):  # type: ignore[misc]
         super().__init__(self._collectives.rank, len(ranks))
         self._stream, self._group_id, self._timeout_s = stream, group_id, timeout.total_seconds()
         self._on_shutdown = on_shutdown
-        self._thread: ThreadPoolExecutor | None = ThreadPoolExecutor(_THREADS, thread_name_prefix="ayni-collectives")
-        self._posting = ThreadPoolExecutor(_THREADS, thread_name_prefix="ayni-posts")
+        self._threads: DaemonThreads | None = DaemonThreads(_THREADS, "ayni-collectives")
+        self._posting = DaemonThreads(_THREADS, "ayni-posts")
         self._under_way: list[Future[None]] = []
         self._number = 0
         self._posts: Counter[tuple[str, int, int]] = Counter()
@@ -70,10 +71,10 @@ class AyniProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Leaves the group in order, after what is under way."""
-        if self._thread is not None:
-            thread, self._thread = self._thread, None
-            thread.shutdown(wait=True)
-            self._posting.shutdown(wait=True)
+        if self._threads is not None:
+            threads, self._threads = self._threads, None
+            threads.finish()
+            self._posting.finish()
             self._on_shutdown()
 
     def abort(self) -> None:
@@ -263,7 +264,7 @@ class AyniProcessGroup(_ProcessGroup):  # type: ignore[misc]
             deadline = time.monotonic() + timeout
             work([Call(number=n, name=name, deadline=deadline, timeout=timeout) for n in range(first, first + count)])
 
-        return self._submit(self._thread, run, tensors)
+        return self._submit(self._threads, run, tensors)
 
     def _post(self, name: str, rank: int, tag: int) -> Callable[[], Call]:
         """Numbers a post among those between two ranks with the same tag, in one direction."""
@@ -273,15 +274,15 @@ class AyniProcessGroup(_ProcessGroup):  # type: ignore[misc]
         what = f"send/recv with tag {tag}"
         return lambda: Call(number=number, name=what, deadline=time.monotonic() + timeout, timeout=timeout)
 
-    def _submit(self, thread: ThreadPoolExecutor | None, work: Callable[[], None], tensors: list[Tensor]) -> AyniWork:
-        if thread is None or self._thread is None:
+    def _submit(self, threads: DaemonThreads | None, work: Callable[[], None], tensors: list[Tensor]) -> AyniWork:
+        if threads is None or self._threads is None:
             raise RuntimeError(f"process group {self._group_id!r} was destroyed; no collective can be called on it")
 
         def without_graph() -> None:
             with torch.no_grad():
                 work()
 
-        outcome = thread.submit(without_graph)
+        outcome = threads.submit(without_graph)
         self._under_way = [*(other for other in self._under_way if not other.done()), outcome]
         return AyniWork(outcome, tensors)
 
