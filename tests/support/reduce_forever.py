@@ -1,4 +1,7 @@
-"""A rank that reduces until something goes wrong, and says what. Arguments: seconds that a collective may take; an exit code with which to fail."""
+"""A rank that reduces until something goes wrong, and says what.
+
+Arguments: seconds that a collective may take; if it is to fail after the first one, with which exit code.
+"""
 
 import sys
 from datetime import timedelta
@@ -18,7 +21,7 @@ def main(timeout: str, *_: str) -> None:
             print("reduced", flush=True)
             if failing := sys.argv[2:]:
                 # Nobody answers this one; a program that fails must end all the same.
-                dist.all_reduce(torch.ones(1), async_op=True)
+                dist.irecv(torch.ones(1), src=1 - dist.get_rank())
                 raise SystemExit(int(failing[0]))
     except Exception as error:
         print(f"rank {dist.get_rank()}: {type(error).__name__}: {error}", flush=True)
