@@ -259,11 +259,13 @@ def test_who_may_enter_a_group(server: CoordinatorProcess):
 
 def test_init_process_group_trains_ddp_and_fsdp2_as_gloo_does(server: CoordinatorProcess, tmp_path: Path):
     script = "tests/support/distributed_training.py"
-    port = free_port()
     commands = [[script, backend, str(tmp_path)] for backend in ("gloo", "ayni") for _ in range(2)]
-    torchrun = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    environments = [{**torchrun, "RANK": str(rank)} for rank in range(2)]
-    environments += [{**settings(server, f"rank-{rank}"), "WORLD_SIZE": "2"} for rank in range(2)]
+    torchrun = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    ports = {backend: {"MASTER_PORT": str(free_port())} for backend in ("gloo", "ayni")}
+    environments = [{**torchrun, **ports["gloo"], "RANK": str(rank)} for rank in range(2)]
+    environments += [
+        {**settings(server, f"rank-{rank}"), **torchrun, **ports["ayni"], "RANK": str(rank)} for rank in range(2)
+    ]
     with programs(commands, environments) as started:
         outputs(started)
     saved = {path.stem: torch.load(path, weights_only=True) for path in sorted(tmp_path.glob("*.pt"))}

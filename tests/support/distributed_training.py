@@ -34,8 +34,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def main(backend: str, folder: str) -> None:
     if backend == "ayni":
         import worker_agent.integrations.c10d  # noqa: F401
-    # Ranks come from torchrun's variables with Gloo, and from the coordinator with ayni.
-    dist.init_process_group(backend, init_method="ayni://training" if backend == "ayni" else "env://")
+    dist.init_process_group(backend)  # Ranks come from torchrun's variables.
     torch.manual_seed(dist.get_rank())  # DistributedDataParallel gives all ranks the weights and buffers of rank 0.
     model = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Linear(32, 3))
     with_buffers = DistributedDataParallel(model, bucket_cap_mb=0.001)
