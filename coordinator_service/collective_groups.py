@@ -41,13 +41,17 @@ class Groups:
     def enter(self, name: str, world_size: int, rank: int | None, process: str) -> tuple[Group, int]:
         """Gives a process its place; returns the group and the rank.
 
+        Where a group was whole and a process of it has gone, the next one to come opens another group of that name.
+
         Raises:
             TooLarge: too many processes, or groups.
             Incompatible: the group has another size.
             IdentityTaken: another process has the rank.
             WorldFull: the group is whole already.
         """
-        group = self._groups.get(name) or self._new(name, world_size)
+        group = self._groups.get(name)
+        if group is None or (group.was_whole and group.missing):
+            group = self._new(name, world_size)
         if group.world_size != world_size:
             raise Incompatible(
                 f"group {name!r} was opened with world_size {group.world_size} and {process} says {world_size}: all of "

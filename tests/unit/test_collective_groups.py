@@ -16,16 +16,18 @@ def test_ranks_are_those_that_were_asked_for_or_the_next_free_ones():
     assert group.names == ("b", "a", "c")
 
 
-def test_one_that_goes_before_the_group_is_whole_frees_its_rank():
+def test_one_that_goes_frees_its_rank_only_before_the_group_is_whole():
     groups = Groups(8)
     group, rank = groups.enter("g", 2, 0, "a")
     groups.enter("g", 2, 1, "b")
-    groups.leave(group, rank)
-    assert group.was_whole  # It had been: nobody may take a lost one's place.
-    with pytest.raises(WorldFull, match=r"group 'g' has all of its 2 processes \(b\)"):
+    with pytest.raises(WorldFull, match=r"group 'g' has all of its 2 processes \(a, b\)"):
         groups.enter("g", 2, 0, "again")
+    groups.leave(group, rank)
+    # Nobody takes the place of one that has gone; who comes then is of the next group of that name.
+    other, rank = groups.enter("g", 4, 0, "anew")
+    assert (other.world_size, rank, other.missing) == (4, 0, [1, 2, 3])
     groups.leave(group, 1)
-    assert groups.enter("g", 4, 0, "anew")[0].world_size == 4
+    assert groups.enter("g", 4, 1, "another")[0] is other
     group, rank = groups.enter("h", 2, 0, "a")
     groups.leave(group, rank)
     assert groups.enter("h", 2, 0, "b")[1] == 0
