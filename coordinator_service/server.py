@@ -11,9 +11,10 @@ from ayni.errors import UnknownWorker
 from ayni.process import DONE, FAILED, TEMPORARY, Stop, load_token
 from ayni.servers import TokenInterceptor, add_health_and_reflection, add_service, bind, make_server
 from ayni.settings import SettingsError
-from coordinator_service import status
+from coordinator_service import collectives, status
 from coordinator_service.artifacts import Artifacts
 from coordinator_service.attachments import Attachments
+from coordinator_service.collectives import CollectiveServicer
 from coordinator_service.config import RunFile
 from coordinator_service.driver import FINISHED, Driver
 from coordinator_service.epochs import Seat
@@ -77,7 +78,9 @@ async def _serve(run: Run, driver: Driver, servicer: CoordinatorServicer, token:
     server = make_server(TokenInterceptor(token, file.limits), limits=file.limits)
     add_service(server, SERVICE, servicer, raw=RAW_METHODS)
     add_relay(server, servicer.attachments, run.epochs.has_session)
-    health = await add_health_and_reflection(server, [SERVICE])
+    passing_on = CollectiveServicer(file.max_workers, file.timeouts.accept.total_seconds())
+    add_service(server, collectives.SERVICE, passing_on, raw=collectives.RAW_METHODS)
+    health = await add_health_and_reflection(server, [SERVICE, collectives.SERVICE])
     address = bind(server, file.listen, file.tls, file.insecure)
     await server.start()
     print(f"listening on {address}", flush=True)

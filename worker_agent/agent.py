@@ -158,8 +158,11 @@ class Agent:
         from worker_agent.training.events import StepEvent
         from worker_agent.training.metrics import Metrics
         from worker_agent.training.timeline import Timeline
+        from worker_agent.training.trackers import Trackers
 
-        metrics = Metrics(job.folder, tensorboard=self._config.tensorboard)
+        names = self._config.trackers
+        trackers = Trackers(names, job.config.run_id, job.folder.name) if names else None
+        metrics = Metrics(job.folder, tensorboard=self._config.tensorboard, trackers=trackers)
         timeline = Timeline(job.folder) if self._config.timeline else None
         if timeline:
             client.on_exchange(timeline.exchanged)

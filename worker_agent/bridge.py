@@ -100,9 +100,17 @@ def wait(future: "Future[T]", timeout: float, what: str) -> T:
         raise
 
 
-@lru_cache(maxsize=1)
 def shared() -> Bridge:
-    """Returns the bridge of this process; the first call starts it, the end of the process stops it."""
+    """Returns the bridge of this process; the first call starts it, the end of the process stops it. Thread-safe."""
+    with _STARTING:
+        return _started()
+
+
+_STARTING = threading.Lock()
+
+
+@lru_cache(maxsize=1)
+def _started() -> Bridge:
     bridge = Bridge()
     atexit.register(bridge.stop)
     return bridge

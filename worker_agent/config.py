@@ -41,6 +41,8 @@ class WorkerConfig:
     """Steps between checkpoints "last". 0: only at the end. The best evaluation is always kept."""
     tensorboard: bool = True
     """Write TensorBoard scalars beside the metrics, where the package is installed."""
+    trackers: tuple[str, ...] = ()
+    """Experiment trackers that the same numbers go to: wandb, mlflow."""
     timeline: bool = False
     """Write down, beside the metrics, when each bucket of each step was computed, sent, received and applied, for
     scripts/plot_run.py --timeline."""

@@ -12,10 +12,12 @@ from google.protobuf import json_format, message_factory
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
-from ayni.v1 import coordinator_pb2, errors_pb2, peer_pb2, tensor_pb2, worker_pb2
+from ayni.v1 import collective_pb2, coordinator_pb2, errors_pb2, peer_pb2, tensor_pb2, worker_pb2
 
 GOLDEN = Path(__file__).with_name("v1.json")
-FILES = tuple(file.DESCRIPTOR for file in (tensor_pb2, errors_pb2, coordinator_pb2, worker_pb2, peer_pb2))
+FILES = tuple(
+    file.DESCRIPTOR for file in (tensor_pb2, errors_pb2, coordinator_pb2, worker_pb2, peer_pb2, collective_pb2)
+)
 DEEPEST = 6
 
 _BY_KIND: dict[int, object] = {

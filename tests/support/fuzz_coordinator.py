@@ -9,14 +9,16 @@ from google.protobuf.message import Message
 
 from ayni import PROTOCOL_VERSION
 from ayni.channels import open_sync_channel
+from ayni.v1 import collective_pb2, tensor_pb2, worker_pb2
 from ayni.v1 import coordinator_pb2 as pb
-from ayni.v1 import tensor_pb2, worker_pb2
 from tests.support.coordinator import TOKEN, CoordinatorProcess, coordinator
 from tests.support.fuzz_calls import Base, Ended, Waiting, path_of
 from tests.support.fuzz_insiders import PATH, SERVICE, SIZE, Insider, bases_of
 
 _RELAYED = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].methods_by_name["ReadBlocks"]
 """The one method of workers that the coordinator has too, for those that nobody can dial."""
+
+_EXCHANGE = collective_pb2.DESCRIPTOR.services_by_name["CollectiveService"].methods_by_name["Exchange"]
 
 _WAITING = Waiting(
     methods=frozenset(
@@ -30,6 +32,7 @@ _WAITING = Waiting(
             "Attach",
             "Lanes",
             "ReadBlocks",
+            "Exchange",
         }
     )
 )
@@ -62,7 +65,7 @@ _RUN: dict[str, Any] = {
 class FuzzedCoordinator:
     """A coordinator with members "ant" and "bee" whose sessions the fuzzer has."""
 
-    methods: ClassVar = {path_of(method): method for method in (*SERVICE.methods, _RELAYED)}
+    methods: ClassVar = {path_of(method): method for method in (*SERVICE.methods, _RELAYED, _EXCHANGE)}
 
     def __init__(self, folder: Path, in_progress: bool) -> None:
         self.name = "coordinator with a step in progress" if in_progress else "coordinator that waits"
@@ -180,6 +183,9 @@ class FuzzedCoordinator:
             "weight": [1, 2],
             "call_id": [1, 2, 3],
             "completed_steps": [0, 1],
+            "CollectiveHello.group": ["alone", "pair"],
+            "CollectiveHello.world_size": [1, 2],
+            "CollectiveSend.to": [0, 1],
         }
 
 

@@ -10,8 +10,8 @@ import grpc
 from google.protobuf.message import Message
 
 from ayni import PROTOCOL_VERSION
+from ayni.v1 import collective_pb2, tensor_pb2, worker_pb2
 from ayni.v1 import coordinator_pb2 as pb
-from ayni.v1 import tensor_pb2, worker_pb2
 
 SERVICE = pb.DESCRIPTOR.services_by_name["CoordinatorService"]
 PATH = f"/{SERVICE.full_name}"
@@ -123,7 +123,13 @@ def bases_of(method: str, member: Insider) -> Iterator[list[Message]]:
     tensor = tensor_pb2.TensorSpec(dtype=tensor_pb2.DTYPE_FLOAT32, num_elements=SIZE, component_sizes=sizes)
     round_ = pb.RoundBegin(**key, tensor=tensor, microbatches=stats)
     chunk = tensor_pb2.Chunk(data=bytes(SIZE * 4))
-    if method == "Join":
+    if method == "Exchange":
+        entry = collective_pb2.CollectiveHello(protocol_version=PROTOCOL_VERSION, group="alone", world_size=1)
+        send = collective_pb2.CollectiveSend(to=[1], key=b"k", about="x", total_bytes=1, data=b"x")
+        frames: list[Message] = [collective_pb2.ExchangeRequest(hello=entry)]
+        yield [*frames, collective_pb2.ExchangeRequest(bye=collective_pb2.CollectiveBye())]
+        yield [*frames, collective_pb2.ExchangeRequest(send=send)]
+    elif method == "Join":
         yield [pb.JoinRequest(protocol_version=PROTOCOL_VERSION, worker_name="cat", join_nonce="n", backend="cpu")]
     elif method == "Gradient":
         yield [pb.GradientRequest(begin=pb.GradientBegin(round=round_)), pb.GradientRequest(chunk=chunk)]

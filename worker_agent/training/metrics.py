@@ -1,4 +1,4 @@
-"""Writes events to a JSON-lines file and, where it is installed, to TensorBoard.  [shell]"""
+"""Writes events to a JSON-lines file and, where they are there, to TensorBoard and trackers.  [shell]"""
 
 import json
 import logging
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from worker_agent.training.events import StepEvent
+from worker_agent.training.trackers import Trackers
 
 log = logging.getLogger(__name__)
 
@@ -15,8 +16,9 @@ log = logging.getLogger(__name__)
 class Metrics:
     """One run's metrics on one worker."""
 
-    def __init__(self, folder: Path, *, tensorboard: bool = True) -> None:
+    def __init__(self, folder: Path, *, tensorboard: bool = True, trackers: Trackers | None = None) -> None:
         """Appends to `folder`/metrics.jsonl; TensorBoard files go to `folder`/tensorboard."""
+        self._trackers = trackers
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / "metrics.jsonl"
         self._file = self._path.open("ab", buffering=0)
@@ -43,12 +45,16 @@ class Metrics:
         if self._writer is not None:
             for name, value in _scalars(event).items():
                 self._writer.add_scalar(name, value, event.step)
+        if self._trackers is not None:
+            self._trackers.log(_scalars(event), event.step)
 
     def close(self) -> None:
         """Closes both."""
         self._file.close()
         if self._writer is not None:
             self._writer.close()
+        if self._trackers is not None:
+            self._trackers.close()
 
 
 def record(event: StepEvent) -> dict[str, object]:
