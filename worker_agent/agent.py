@@ -174,7 +174,8 @@ class Agent:
                 job.publisher.updated(client, steps, job.trainer.state, is_asked=is_asked)
 
         try:
-            return job.trainer.train(client, on_event)
+            with job.backend.context():
+                return job.trainer.train(client, on_event)
         finally:
             metrics.close()
             if timeline:
