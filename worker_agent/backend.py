@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from worker_agent.portable.engines import title
+from worker_agent.portable.engines import Finding, title
 from worker_agent.portable.opening import open_engine
 from worker_agent.portable.probing import Probe, choose
 
@@ -78,7 +78,7 @@ def resolve(name: str, wishes: PortableWishes = _DEFAULT_WISHES) -> Backend:
     if name not in BACKENDS:
         raise ValueError(f"backend {name!r} must be one of {', '.join(BACKENDS)}")
     if name == "wgpu":
-        return _wgpu(wishes, allow_software=wishes.allow_software)
+        return _wgpu(wishes)
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"backend cuda is not available on this machine: {why_no_cuda()}; use auto or cpu")
     if name == "cpu":
@@ -87,23 +87,28 @@ def resolve(name: str, wishes: PortableWishes = _DEFAULT_WISHES) -> Backend:
 
 
 def _wgpu_or_cpu(wishes: PortableWishes) -> Backend:
-    try:
-        return _wgpu(wishes, allow_software=False)
-    except ValueError as error:
-        _log.debug("%s", error)
-        return _cpu()
+    choice = choose(wishes.engine, allow_software=False, probe=wishes.probe)
+    if choice.taken:
+        return _opened(choice.taken, wishes)
+    if any(finding.device_name and not finding.software for finding in choice.findings):
+        _log.warning("there is a GPU that can't be used, so this worker computes on the cpu: %s", choice.reasons())
+    return _cpu()
 
 
-def _wgpu(wishes: PortableWishes, *, allow_software: bool) -> Backend:
-    choice = choose(wishes.engine, allow_software=allow_software, probe=wishes.probe)
-    if (finding := choice.taken) is None:
+def _wgpu(wishes: PortableWishes) -> Backend:
+    choice = choose(wishes.engine, allow_software=wishes.allow_software, probe=wishes.probe)
+    if choice.taken is None:
         raise ValueError(
             f"backend wgpu is not available on this machine: {choice.reasons()}; use auto or cpu; "
             "python -m worker_agent doctor tells more"
         )
+    if choice.taken.software:
+        _log.warning("%s is a software driver: right, but slower than backend cpu; for tests only", title(choice.taken))
+    return _opened(choice.taken, wishes)
+
+
+def _opened(finding: Finding, wishes: PortableWishes) -> Backend:
     opened = open_engine(finding.engine, wishes.min_flops)
-    if opened.software:
-        _log.warning("%s is a software driver: right, but slower than backend cpu; for tests only", title(finding))
     return Backend(
         name="wgpu",
         device=opened.device,

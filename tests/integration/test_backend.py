@@ -80,6 +80,17 @@ def test_auto_takes_the_first_engine_on_a_real_gpu(monkeypatch: pytest.MonkeyPat
     assert opened == ["wgpu_gemm"]
 
 
+def test_auto_says_aloud_that_a_gpu_can_not_be_used(
+    monkeypatch: pytest.MonkeyPatch, opened: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    pretend(monkeypatch, [])
+    assert backend.resolve("auto", wishes(torchvulkan=LLVMPIPE)).name == "cpu"
+    assert caplog.text == ""
+    assert backend.resolve("auto", wishes(torchvulkan={**RADEON, "error": 0.5})).name == "cpu"
+    assert "there is a GPU that can't be used, so this worker computes on the cpu: mps: absent;" in caplog.text
+    assert opened == []
+
+
 def test_auto_never_takes_a_software_driver_even_where_one_is_allowed(
     monkeypatch: pytest.MonkeyPatch, opened: list[str]
 ) -> None:
@@ -113,8 +124,7 @@ def test_a_software_driver_is_taken_by_name_with_a_warning_and_counts_as_no_gpu(
 
 
 def test_the_engine_that_was_named_is_the_only_one(opened: list[str]) -> None:
-    both = {"torchvulkan": RADEON, "wgpu_gemm": RADEON}
-    backend.resolve("wgpu", wishes(engine="wgpu_gemm", **both))
+    backend.resolve("wgpu", wishes(engine="wgpu_gemm", torchvulkan=RADEON, wgpu_gemm=RADEON))
     assert opened == ["wgpu_gemm"]
     with pytest.raises(ValueError, match="wgpu_engine is 'opencl'; it must be one of auto, mps, xpu"):
         backend.resolve("wgpu", wishes(engine="opencl"))

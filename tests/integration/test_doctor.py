@@ -59,8 +59,10 @@ def test_a_backend_that_is_not_there_is_a_failure(capsys: pytest.CaptureFixture[
 
 def test_the_command_prints_json_and_its_help():
     command = [sys.executable, "-m", "worker_agent", "doctor", "--backend", "cpu", "--wgpu-engine", "mps"]
-    run = {"capture_output": True, "text": True, "env": environment(), "timeout": 60}
-    ended = subprocess.run([*command, "--json"], **run)
+    ended, helped = (
+        subprocess.run([*command, flag], capture_output=True, text=True, env=environment(), timeout=60)
+        for flag in ("--json", "--help")
+    )
     assert ended.returncode == 0, ended.stderr
     assert json.loads(ended.stdout)["chosen"] == "cpu"
-    assert "--coordinator" in subprocess.run([*command, "--help"], **run).stdout
+    assert "--coordinator" in helped.stdout

@@ -1,5 +1,6 @@
 """Probes that crash, hang, lie or find nothing cost a sentence; fallbacks are counted."""
 
+import subprocess
 import textwrap
 import warnings
 from pathlib import Path
@@ -64,7 +65,7 @@ def test_software_is_named_but_not_tried_where_it_is_not_allowed(engine: Path):
 
 
 def test_engines_that_are_not_there_need_no_child(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(probing.subprocess, "run", None)
+    monkeypatch.setattr(subprocess, "run", None)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     assert probe_in_child("mps", False).refusal == "this torch finds no Apple GPU"
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -111,7 +111,7 @@ def test_states_pass_between_replicas_in_place_and_replicas_with_a_copy() -> Non
     """A float32 model on the CPU is its own copy, one on a GPU is not; a transposed one stands for it here."""
     task, update = updated("host", OptimizerConfig(), range(3), toy_task(buckets=2))
     other = toy_task(seed=99, buckets=2)
-    for module in (other.model[0], other.model[3]):
+    for module in (module for module in other.model.modules() if isinstance(module, torch.nn.Linear)):
         module.weight = torch.nn.Parameter(module.weight.detach().t().contiguous().t())
     other.model.load_state_dict(task.model.state_dict())
     restored = make_update("host", OptimizerConfig(), other.trainable(), other.buckets)

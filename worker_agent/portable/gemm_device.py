@@ -162,8 +162,8 @@ class GemmDevice:
     ) -> tuple[Any, int]:
         m, n, start, stop = extent
         (a_z, a_m, a_k), (b_z, b_k, b_n) = left.stride(), right.stride()
-        values = (m, n, stop - start, int(start > 0))
-        values += (a_z, a_m, a_k, start * a_k, b_z, b_k, b_n, start * b_k, m * n, 0, 0, 0)
+        head = (m, n, stop - start, int(start > 0))
+        values = (*head, a_z, a_m, a_k, start * a_k, b_z, b_k, b_n, start * b_k, m * n, 0, 0, 0)
         buffer, _ = self._buffer("uniform", PARAMETERS_BYTES, borrowed)
         self._device.queue.write_buffer(buffer, 0, struct.pack("<16I", *values))
         return buffer, PARAMETERS_BYTES

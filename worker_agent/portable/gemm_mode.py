@@ -23,13 +23,13 @@ class GemmMode(TorchDispatchMode):
 
     def __init__(self, device: GemmDevice, min_flops: int) -> None:
         """Takes what computes, and from how many floating-point operations on it is worth the way."""
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.num_products = 0
         """Products that ran on the GPU."""
         self.num_flops = 0
         """Floating-point operations of these."""
         self.num_fallbacks = 0
-        """Products that were large enough but ran on the CPU, because they are not in float32."""
+        """Products that were large enough but ran on the CPU, because they are not in float32 or too long."""
         self._device, self._min_flops = device, min_flops
         self._products: dict[Any, Callable[..., Tensor | None]] = {
             _aten.mm.default: self._mm,
@@ -61,7 +61,8 @@ class GemmMode(TorchDispatchMode):
         shape = Shape(z=left.shape[0], m=left.shape[1], n=right.shape[2], k=left.shape[2])
         if not shape.flops or shape.flops < self._min_flops or left.device.type != "cpu":
             return None
-        if left.dtype != torch.float32 or right.dtype != torch.float32:
+        is_float32 = left.dtype == right.dtype == torch.float32
+        if not is_float32 or shape.k * left.element_size() > self._device.most_bytes:
             self.num_fallbacks += 1
             return None
         result = self._device.multiply(left, right)

@@ -36,8 +36,8 @@ def probe(engine: str, *, allow_software: bool) -> Finding:
     began = time.monotonic()
     try:
         opened = open_engine(engine, min_flops=0)
-    except EngineAbsent as error:
-        return Finding(engine=engine, refusal=str(error))
+    except EngineAbsent as absent:
+        return Finding(engine=engine, refusal=str(absent))
     finding = Finding(
         engine=engine,
         device_name=opened.device_name,
