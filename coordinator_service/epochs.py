@@ -46,6 +46,8 @@ class Seat:
     """How often the stored state that it was offered was damaged, since the run went back to that state."""
     share_reason: str = ""
     """Why it has its share, for people."""
+    cpu_fallbacks: int = 0
+    """Operations that its accelerator has given back to its CPU, as it says."""
     beats: int = 0
     """Heartbeats of it so far."""
     tainted: bool = False

@@ -295,7 +295,7 @@ class Run:
         if not self._update:
             seats = [self.epochs.seats[worker] for worker in epoch.workers if worker in self.epochs.seats]
             kinds = {seat.member.applicant.backend for seat in seats}
-            self._update = "host" if len(kinds) > 1 else "device"
+            self._update = "host" if len(kinds) > 1 or "wgpu" in kinds else "device"  # wgpu: GPUs of any makers
             await self.writing.write("where the optimizer runs", self.store.set_facts, {_UPDATE: self._update})
             _log.info("optimizer update runs on the %s (backends: %s)", self._update, ", ".join(sorted(kinds)))
 

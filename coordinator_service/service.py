@@ -145,6 +145,7 @@ class CoordinatorServicer:
         seat = self._seat(request.worker_id, context)
         self._run.epochs.renew(seat.member.worker_id, wire.one_line(request.activity[:32]))
         self._run.note_exchange(seat, wire.exchange_news(request))
+        seat.cpu_fallbacks = request.cpu_fallbacks
         states = self._run.states
         states.published(seat, request.published_steps)
         if seat.elastic:
@@ -179,6 +180,10 @@ class CoordinatorServicer:
         """Describes the run."""
         self._check_run_id(request.run_id)
         return status.describe(self._run, self._artifacts)
+
+    async def MeasureLink(self, request: pb.MeasureLinkRequest, context: Context) -> pb.MeasureLinkResponse:
+        """Answers with as many bytes as were asked for."""
+        return pb.MeasureLinkResponse(padding=bytes(wire.measured_bytes(request)))
 
     async def WatchRun(self, request: pb.WatchRunRequest, context: Context) -> AsyncIterator[pb.WatchRunResponse]:
         """Streams snapshots until the run ends."""

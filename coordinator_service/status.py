@@ -104,6 +104,7 @@ def _worker(run: Run, seat: Seat, owners: Container[int]) -> pb.WorkerSnapshot:
         memory_bytes=member.applicant.memory_bytes,
         shares_memory=run.same_host.is_connected(member.worker_id),
         owns_slices=member.worker_id in owners,
+        cpu_fallbacks=seat.cpu_fallbacks,
     )
 
 

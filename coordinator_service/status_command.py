@@ -160,6 +160,7 @@ def _doing(worker: pb.WorkerSnapshot) -> str:
     doing = "committed" if worker.committed else worker.activity
     notes = ["follows"] if worker.following else []
     notes += [f"{worker.strikes} not finite"] if worker.strikes else []
+    notes += [_counted(worker.cpu_fallbacks, "fallback", "to CPU")] if worker.cpu_fallbacks else []
     return f"{doing} ({', '.join(notes)})" if notes else doing
 
 

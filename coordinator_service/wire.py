@@ -23,6 +23,7 @@ _MAX_SAMPLES = 1 << 48
 _MAX_BUCKETS = 1 << 20
 _MAX_REPORTED = 1 << 16
 _MAX_SENTENCE = 512
+_MAX_MEASURED = 1 << 20
 _TOPOLOGIES = ("sharded", "torch")
 _KINDS = {"train": pb.STEP_KIND_TRAIN, "evaluate": pb.STEP_KIND_EVALUATE}
 
@@ -196,6 +197,17 @@ def exchange_news(request: pb.HeartbeatRequest) -> values.ExchangeNews:
         lost=tuple(request.lost_owners),
         failed=one_line(request.failed_reduction[:_MAX_SENTENCE]),
     )
+
+
+def measured_bytes(request: pb.MeasureLinkRequest) -> int:
+    """Returns how many bytes a measurement is answered with.
+
+    Raises:
+        TooLarge: it asks for, or carries, more than is measured at a time.
+    """
+    _limit("padding", len(request.padding), _MAX_MEASURED)
+    _limit("answer_bytes", request.answer_bytes, _MAX_MEASURED)
+    return request.answer_bytes
 
 
 Frame = values.Assignment | values.Regroup | values.Waiting | values.Revoked | values.StateOffer | values.Shutdown

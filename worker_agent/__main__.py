@@ -6,24 +6,23 @@ from collections.abc import Sequence
 
 DESCRIPTION = """Joins a run and trains until it is over. Model and data come from the coordinator. Exit codes: 0 the
 run is finished, 1 failed or interrupted, 2 wrong use, 75 the coordinator could not be reached (a supervisor may try
-again). To serve blocks and train nothing: python -m worker_agent serve --layouts FILE. To start agents on a Ray
-cluster: python -m worker_agent ray --help."""
+again). To serve blocks and train nothing: python -m worker_agent serve --layouts FILE. To see what this machine can
+compute with: python -m worker_agent doctor. To start agents on a Ray cluster: python -m worker_agent ray --help."""
 SERVE_DESCRIPTION = """Serves blocks: has the layouts that a file names and carries out what a leader asks for. Joins no
 run. Exit codes: 0 stopped by a signal, 1 failed, 2 wrong use."""
 RAY_DESCRIPTION = """Starts agents as actors on a Ray cluster, and with --run the coordinator beside this process, and
 waits until the run is over. What comes after -- are flags of the agents. Exit codes: 0 the run is finished, 1 failed or
 interrupted, 2 wrong use."""
+DOCTOR_DESCRIPTION = """Says what this machine can compute with and why, after trying it, and what the connection to a
+coordinator carries. Trains nothing and joins nothing. Exit codes: 0 all is well, 1 the backend can't be used or the
+coordinator refused, 2 wrong use, 75 the coordinator could not be reached."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    match given[:1]:
-        case ["serve"]:
-            return _serve(given[1:])
-        case ["ray"]:
-            return _ray(given[1:])
-    return _train(given)
+    commands = {"serve": _serve, "ray": _ray, "doctor": _doctor}
+    return commands[given[0]](given[1:]) if given and given[0] in commands else _train(given)
 
 
 def _train(arguments: Sequence[str]) -> int:
@@ -93,6 +92,21 @@ def _serve(arguments: Sequence[str]) -> int:
 
     tune_allocator()
     return run_until_signal(lambda stop: serve(config, stop))
+
+
+def _doctor(arguments: Sequence[str]) -> int:
+    from ayni import logs
+    from ayni.flags import read_command_line
+    from ayni.process import exit_code_of
+    from worker_agent.doctor_config import DoctorConfig
+
+    config = read_command_line(
+        DoctorConfig, arguments, prog="python -m worker_agent doctor", description=DOCTOR_DESCRIPTION
+    )
+    logs.configure("text", "WARNING")
+    from worker_agent.doctor import examine
+
+    return exit_code_of(lambda: examine(config))
 
 
 if __name__ == "__main__":

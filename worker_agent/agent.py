@@ -118,10 +118,13 @@ class Agent:
             join_config, job.backend.gpu_count, job.backend.name, rounds=self._service.rounds
         )
         client.on_offer(job.offered.offered)
+        client.count_fallbacks(job.backend.fallbacks)
         with self._leaving(client), self._attached(client, token):
             result = self._train(job, client, reporter)
             client.close("the run is over", result.parameters_sha256)
         _log.info("%s", _farewell(result, client))
+        if fallbacks := job.backend.fallbacks():
+            _log.warning("%d operations ran on the CPU because the GPU's engine does not have them", fallbacks)
         code = DONE if client.finished else FAILED
         self._linger()
         return code
@@ -178,7 +181,8 @@ class Agent:
                 job.publisher.updated(client, steps, job.trainer.state, is_asked=is_asked)
 
         try:
-            return job.trainer.train(client, on_event)
+            with job.backend.context():
+                return job.trainer.train(client, on_event)
         finally:
             metrics.close()
             if timeline:

@@ -9,7 +9,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from datetime import timedelta
@@ -169,6 +169,10 @@ class WorkerClient(SeedCalls):
     def on_offer(self, callback: OnOffer) -> None:
         """Calls back, on the network's thread, with each offer of a state that this worker lacks."""
         self._bridge.call_soon(self._presence.on_offer, callback)
+
+    def count_fallbacks(self, source: Callable[[], int]) -> None:
+        """Has status show what `source` counts: operations that the accelerator has given back to the CPU."""
+        self._presence.standing.fallbacks = source
 
     def on_member(self, callback: OnMember) -> None:
         """Calls back, on the network's thread, with the membership of now and with each one after a loss."""

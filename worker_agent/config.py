@@ -10,6 +10,7 @@ from worker_agent.launchers import LaunchConfig
 
 _NAMES = {
     "backend": ("auto", "cuda", "wgpu", "cpu"),
+    "wgpu_engine": ("auto", "mps", "xpu", "torchvulkan", "wgpu_gemm"),
     "attach": ("auto", "always", "never"),
     "gradients": ("auto", "grpc"),
     "log_format": ("text", "json"),
@@ -31,6 +32,12 @@ class WorkerConfig:
     """Name among the run's workers. Empty: host name and process id."""
     backend: str = "auto"
     """Where to compute: auto (cuda, wgpu, cpu, the first that is there), cuda, wgpu or cpu."""
+    wgpu_engine: str = "auto"
+    """Engine of backend wgpu: auto (the first that works), mps, xpu, torchvulkan or wgpu_gemm."""
+    allow_software_gpu: bool = False
+    """Take a software driver where backend wgpu was asked for by name; for tests, since it is slower than cpu."""
+    offload_min_flops: int = 100_000_000
+    """Smallest matrix product, in floating-point operations, that engine wgpu_gemm sends to the GPU."""
     threads: int = 1
     """Threads of torch's own arithmetic on the CPU."""
     cache_dir: Path = Path("~/.cache/ayni")
@@ -96,6 +103,8 @@ class WorkerConfig:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(allowed)}")
         if self.threads < 1 or self.checkpoint_every < 0:
             raise ValueError("threads must be at least 1 and checkpoint_every at least 0")
+        if self.offload_min_flops < 0:
+            raise ValueError("offload_min_flops must be at least 0")
         if len(self.name.encode()) > 128:
             raise ValueError("name is longer than 128 bytes")
         if self.max_microbatches < 0 or self.follow_bytes < 1:

@@ -66,6 +66,12 @@ class Coordinator:
             request = pb.GetRunRequest(run_id=run_id)
             return messages.run(await self._stub.GetRun(request, timeout=within.total_seconds()))
 
+    async def measure(self, padding: bytes, answer_bytes: int, within: timedelta) -> None:
+        """Sends some bytes and gets some back."""
+        request = pb.MeasureLinkRequest(padding=padding, answer_bytes=answer_bytes)
+        with translated("MeasureLink", self.address):
+            await self._stub.MeasureLink(request, timeout=within.total_seconds())
+
     async def join(self, facts: JoinFacts, within: timedelta) -> Membership:
         """Becomes a member; later calls are made as this member."""
         request = messages.join_request(facts, PROTOCOL_VERSION)

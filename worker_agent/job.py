@@ -5,7 +5,6 @@ Torch is imported here when a job is built, so that a wrong address or token is 
 
 import json
 import logging
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -65,7 +64,7 @@ class Job:
             exchange_timeout=config.exchange_timeout,
             rejoin_timeout=config.rejoin_timeout,
             device_names=self.backend.device_names,
-            memory_bytes=_memory_bytes(self.backend),
+            memory_bytes=self.backend.memory_bytes,
             max_microbatches=config.max_microbatches,
             gradients=config.gradients,
             wire_types=WIRE_DTYPES,
@@ -141,7 +140,12 @@ class Builder:
         torch.set_num_threads(self._config.threads)
         if self._config.backend != "cpu":
             _choose_accelerator(self._config.launch.local_rank)
-        resolved = backend.resolve(self._config.backend)
+        wishes = backend.PortableWishes(
+            engine=self._config.wgpu_engine,
+            allow_software=self._config.allow_software_gpu,
+            min_flops=self._config.offload_min_flops,
+        )
+        resolved = backend.resolve(self._config.backend, wishes)
         task = load_task(run_config.task, files, run_config.seed, resolved.device)
         folder = self._config.output_dir or Path("ayni-output") / run_config.run_id / self._name
         state = TrainState(self._network, self._service.worker, run_config.state, run_config.run_id)
@@ -156,7 +160,8 @@ class Builder:
         trainer = Trainer(task, run_config, training)
         self._restore(run, run_config, trainer, state, fill)
         seconds = time.monotonic() - began
-        _log.info("loaded in %.1f s on %s: %s; %s", seconds, resolved.name, task.summary(), task.dataset_summary())
+        place = f"{resolved.name}, {', '.join(resolved.device_names)}" if resolved.name == "wgpu" else resolved.name
+        _log.info("loaded in %.1f s on %s: %s; %s", seconds, place, task.summary(), task.dataset_summary())
         return Job(
             run=run,
             config=run_config,
@@ -207,12 +212,3 @@ def _choose_accelerator(local_rank: int | None) -> None:
         index = local_rank % torch.cuda.device_count()
         torch.cuda.set_device(index)
         _log.info("accelerator %d of %d, for local rank %d", index, torch.cuda.device_count(), local_rank)
-
-
-def _memory_bytes(backend: "Backend") -> int:
-    """Returns the memory that a worker computes in."""
-    if backend.name != "cuda":
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    import torch
-
-    return sum(torch.cuda.get_device_properties(index).total_memory for index in range(backend.gpu_count))

@@ -98,6 +98,8 @@ class SignOfLife:
     """Owners that this worker could not reach."""
     failed_reduction: str = ""
     """Why a reduction of that group failed for good."""
+    cpu_fallbacks: int = 0
+    """Operations that its accelerator has given back to the CPU."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -391,4 +393,5 @@ def heartbeat_request(worker_id: int, sign: SignOfLife) -> pb.HeartbeatRequest:
         contributed_leases=sign.contributed_leases,
         lost_owners=sign.lost_owners,
         failed_reduction=sign.failed_reduction,
+        cpu_fallbacks=sign.cpu_fallbacks,
     )

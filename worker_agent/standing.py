@@ -3,6 +3,7 @@
 Written on the event loop; read from any thread.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ayni.step_values import Origin
@@ -52,6 +53,8 @@ class Standing:
     """Owners that it could not reach."""
     failed_reduction: str = ""
     """Why a reduction of that group failed for good."""
+    fallbacks: Callable[[], int] = lambda: 0
+    """Counts the operations that the accelerator has given back to the CPU."""
 
     @property
     def writes_checkpoints(self) -> bool:
@@ -84,4 +87,5 @@ class Standing:
             contributed_leases=self.contributed_leases,
             lost_owners=self.lost_owners,
             failed_reduction=self.failed_reduction,
+            cpu_fallbacks=self.fallbacks(),
         )

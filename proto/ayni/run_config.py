@@ -77,7 +77,7 @@ class OptimizerConfig:
     """Largest norm of the mean gradient; 0 switches clipping off."""
     update: str = "auto"
     """"host": float32 on the CPU, the same bytes on every processor. "device": torch on the backend. "auto": host when
-    the first epoch has more than one kind of device, else device."""
+    the first epoch has more than one kind of device, or wgpu, which may stand for several; else device."""
 
     def __post_init__(self) -> None:
         """Checks names and ranges."""

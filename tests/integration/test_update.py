@@ -107,6 +107,23 @@ def test_a_float32_model_on_the_cpu_is_updated_in_its_own_memory() -> None:
     assert [parameter.data_ptr() for _, parameter in task.trainable()] == places
 
 
+def test_states_pass_between_replicas_in_place_and_replicas_with_a_copy() -> None:
+    """A float32 model on the CPU is its own copy, one on a GPU is not; a transposed one stands for it here."""
+    task, update = updated("host", OptimizerConfig(), range(3), toy_task(buckets=2))
+    other = toy_task(seed=99, buckets=2)
+    for module in (module for module in other.model.modules() if isinstance(module, torch.nn.Linear)):
+        module.weight = torch.nn.Parameter(module.weight.detach().t().contiguous().t())
+    other.model.load_state_dict(task.model.state_dict())
+    restored = make_update("host", OptimizerConfig(), other.trainable(), other.buckets)
+    restored.load_state(update.state())
+    assert restored.state().keys() == update.state().keys()
+    advance(task, update, range(3, 6))
+    advance(other, restored, range(3, 6))
+    assert torch.equal(flat(task), flat(other))
+    update.load_state(restored.state())
+    assert update.parameters_sha256() == restored.parameters_sha256()
+
+
 def test_hashes_differ_after_an_update_and_between_names() -> None:
     task, update = updated("host", OptimizerConfig(), range(1))
     before = update.parameters_sha256()

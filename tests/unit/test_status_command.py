@@ -43,3 +43,11 @@ def test_how_gradients_travel_is_said_where_it_is_known():
     snapshot = pb.RunSnapshot(samples_per_second=3.0, wire_type=tensor_pb2.DTYPE_BFLOAT16)
     assert "3.0 samples/s, gradients in bfloat16, in 0 B" in shown(snapshot, wide=True)[1]
     assert "gradients" not in " ".join(shown(pb.RunSnapshot(), wide=True))
+
+
+def test_work_that_an_accelerator_gives_back_to_the_cpu_is_shown():
+    ant = pb.WorkerSnapshot(worker_name="ant", activity="computing", cpu_fallbacks=3)
+    bee = pb.WorkerSnapshot(worker_name="bee", activity="computing")
+    lines = shown(pb.RunSnapshot(workers=[ant, bee]), wide=False)
+    assert any("ant" in line and "computing (3 fallbacks to CPU)" in line for line in lines), lines
+    assert not any("bee" in line and "fallback" in line for line in lines)

@@ -31,4 +31,6 @@ def _device(model: nn.Module) -> torch.device:
 def _has_bfloat16(device: torch.device) -> bool:
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    if device.type in ("vulkan", "xpu"):
+        return bool(getattr(torch, device.type).is_bf16_supported())
     return device.type == "cpu" and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -97,7 +97,7 @@ class HostUpdate:
         )
 
     def state(self) -> dict[str, Tensor]:
-        """Returns moments, update count, and the copies of parameters that are not float32 on the CPU."""
+        """Returns moments, update count, and the copies of parameters that are not float32."""
         names = [name for name, _ in self._parameters]
         arrays = {
             f"{moment}/{name}": torch.from_numpy(values.copy())
@@ -138,8 +138,9 @@ class HostUpdate:
         self._optimizer.num_updates = 0
 
     def _separate(self) -> Iterable[tuple[str, Vector]]:
+        """Yields the copies that hold more than their parameters; the same ones on every kind of device."""
         for (name, parameter), master in zip(self._parameters, self._masters, strict=True):
-            if not _is_own_master(parameter):
+            if parameter.dtype != torch.float32:
                 yield name, master
 
     def _write_back(self) -> None:

@@ -1891,6 +1891,7 @@ class HeartbeatRequest(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     LOST_OWNERS_FIELD_NUMBER: _builtins.int
     FAILED_REDUCTION_FIELD_NUMBER: _builtins.int
+    CPU_FALLBACKS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.int
     """The caller."""
     epoch: _builtins.int
@@ -1915,6 +1916,8 @@ class HeartbeatRequest(_message.Message):
     """Generation of the exchange group that the two fields around this one speak of."""
     failed_reduction: _builtins.str
     """Why a reduction of this generation failed for good, such as a sum beyond float32; empty for nothing. The run halts."""
+    cpu_fallbacks: _builtins.int
+    """Operations so far that the caller's accelerator has given back to its CPU because it does not have them."""
     @_builtins.property
     def origin(self) -> Global___StateOrigin:
         """Where the last of `completed_steps` updates came from; absent means not said."""
@@ -1944,10 +1947,11 @@ class HeartbeatRequest(_message.Message):
         generation: _builtins.int = ...,
         lost_owners: _abc.Iterable[_builtins.int] | None = ...,
         failed_reduction: _builtins.str = ...,
+        cpu_fallbacks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["origin", b"origin"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "completed_steps", b"completed_steps", "contributed_leases", b"contributed_leases", "epoch", b"epoch", "failed_offer_id", b"failed_offer_id", "failed_offer_reason", b"failed_offer_reason", "failed_reduction", b"failed_reduction", "generation", b"generation", "lost_owners", b"lost_owners", "offered_state_is_damaged", b"offered_state_is_damaged", "origin", b"origin", "published_steps", b"published_steps", "step", b"step", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "completed_steps", b"completed_steps", "contributed_leases", b"contributed_leases", "cpu_fallbacks", b"cpu_fallbacks", "epoch", b"epoch", "failed_offer_id", b"failed_offer_id", "failed_offer_reason", b"failed_offer_reason", "failed_reduction", b"failed_reduction", "generation", b"generation", "lost_owners", b"lost_owners", "offered_state_is_damaged", b"offered_state_is_damaged", "origin", b"origin", "published_steps", b"published_steps", "step", b"step", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2077,6 +2081,54 @@ class FetchArtifactResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FetchArtifactResponse: _TypeAlias = FetchArtifactResponse  # noqa: Y015
+
+@_typing.final
+class MeasureLinkRequest(_message.Message):
+    """Bytes whose way is measured."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PADDING_FIELD_NUMBER: _builtins.int
+    ANSWER_BYTES_FIELD_NUMBER: _builtins.int
+    padding: _builtins.bytes
+    """Bytes that are thrown away, at most 1 MiB."""
+    answer_bytes: _builtins.int
+    """How many bytes to answer with, at most 1 MiB."""
+    def __init__(
+        self,
+        *,
+        padding: _builtins.bytes = ...,
+        answer_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_bytes", b"answer_bytes", "padding", b"padding"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MeasureLinkRequest: _TypeAlias = MeasureLinkRequest  # noqa: Y015
+
+@_typing.final
+class MeasureLinkResponse(_message.Message):
+    """The answer to a measurement."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PADDING_FIELD_NUMBER: _builtins.int
+    padding: _builtins.bytes
+    """As many bytes as were asked for, all zero."""
+    def __init__(
+        self,
+        *,
+        padding: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["padding", b"padding"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MeasureLinkResponse: _TypeAlias = MeasureLinkResponse  # noqa: Y015
 
 @_typing.final
 class GetRunRequest(_message.Message):
@@ -2384,6 +2436,7 @@ class WorkerSnapshot(_message.Message):
     MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     SHARES_MEMORY_FIELD_NUMBER: _builtins.int
     OWNS_SLICES_FIELD_NUMBER: _builtins.int
+    CPU_FALLBACKS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.int
     """Number of the worker. Zero is a valid id."""
     worker_name: _builtins.str
@@ -2416,6 +2469,8 @@ class WorkerSnapshot(_message.Message):
     """True when its gradients go through memory that it shares with the coordinator, so that frames only say where."""
     owns_slices: _builtins.bool
     """True when it reduces slices of gradients for the others."""
+    cpu_fallbacks: _builtins.int
+    """Operations so far that its accelerator has given back to its CPU because it does not have them."""
     @_builtins.property
     def device_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of its devices."""
@@ -2450,10 +2505,11 @@ class WorkerSnapshot(_message.Message):
         memory_bytes: _builtins.int = ...,
         shares_memory: _builtins.bool = ...,
         owns_slices: _builtins.bool = ...,
+        cpu_fallbacks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["last_seen", b"last_seen", "times", b"times"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "backend", b"backend", "committed", b"committed", "device_names", b"device_names", "following", b"following", "last_seen", b"last_seen", "memory_bytes", b"memory_bytes", "owns_slices", b"owns_slices", "peer", b"peer", "received_bytes", b"received_bytes", "samples_per_second", b"samples_per_second", "sent_bytes", b"sent_bytes", "share", b"share", "share_reason", b"share_reason", "shares_memory", b"shares_memory", "strikes", b"strikes", "times", b"times", "worker_id", b"worker_id", "worker_name", b"worker_name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "backend", b"backend", "committed", b"committed", "cpu_fallbacks", b"cpu_fallbacks", "device_names", b"device_names", "following", b"following", "last_seen", b"last_seen", "memory_bytes", b"memory_bytes", "owns_slices", b"owns_slices", "peer", b"peer", "received_bytes", b"received_bytes", "samples_per_second", b"samples_per_second", "sent_bytes", b"sent_bytes", "share", b"share", "share_reason", b"share_reason", "shares_memory", b"shares_memory", "strikes", b"strikes", "times", b"times", "worker_id", b"worker_id", "worker_name", b"worker_name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

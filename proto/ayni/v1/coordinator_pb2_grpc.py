@@ -90,6 +90,11 @@ class CoordinatorServiceStub(object):
                 request_serializer=ayni_dot_v1_dot_coordinator__pb2.GetRunRequest.SerializeToString,
                 response_deserializer=ayni_dot_v1_dot_coordinator__pb2.GetRunResponse.FromString,
                 _registered_method=True)
+        self.MeasureLink = channel.unary_unary(
+                '/ayni.v1.CoordinatorService/MeasureLink',
+                request_serializer=ayni_dot_v1_dot_coordinator__pb2.MeasureLinkRequest.SerializeToString,
+                response_deserializer=ayni_dot_v1_dot_coordinator__pb2.MeasureLinkResponse.FromString,
+                _registered_method=True)
         self.WatchRun = channel.unary_stream(
                 '/ayni.v1.CoordinatorService/WatchRun',
                 request_serializer=ayni_dot_v1_dot_coordinator__pb2.WatchRunRequest.SerializeToString,
@@ -200,6 +205,14 @@ class CoordinatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def MeasureLink(self, request, context):
+        """Takes bytes and gives bytes back, so that a caller can measure what the connection carries before it joins. Refuses
+        with TOO_LARGE. Idempotent and read-only; no session needed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def WatchRun(self, request, context):
         """Streams a snapshot at once and then one after each change, at most one per min_interval; older unsent snapshots
         are dropped. Ends when the run ends. Read-only; no session needed.
@@ -274,6 +287,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.GetRun,
                     request_deserializer=ayni_dot_v1_dot_coordinator__pb2.GetRunRequest.FromString,
                     response_serializer=ayni_dot_v1_dot_coordinator__pb2.GetRunResponse.SerializeToString,
+            ),
+            'MeasureLink': grpc.unary_unary_rpc_method_handler(
+                    servicer.MeasureLink,
+                    request_deserializer=ayni_dot_v1_dot_coordinator__pb2.MeasureLinkRequest.FromString,
+                    response_serializer=ayni_dot_v1_dot_coordinator__pb2.MeasureLinkResponse.SerializeToString,
             ),
             'WatchRun': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchRun,
@@ -584,6 +602,33 @@ class CoordinatorService(object):
             '/ayni.v1.CoordinatorService/GetRun',
             ayni_dot_v1_dot_coordinator__pb2.GetRunRequest.SerializeToString,
             ayni_dot_v1_dot_coordinator__pb2.GetRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MeasureLink(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ayni.v1.CoordinatorService/MeasureLink',
+            ayni_dot_v1_dot_coordinator__pb2.MeasureLinkRequest.SerializeToString,
+            ayni_dot_v1_dot_coordinator__pb2.MeasureLinkResponse.FromString,
             options,
             channel_credentials,
             insecure,

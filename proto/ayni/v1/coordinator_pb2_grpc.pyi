@@ -91,6 +91,10 @@ class CoordinatorServiceStub:
     """
     GetRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.GetRunRequest, _coordinator_pb2.GetRunResponse]
     """Returns the run's configuration, its artifacts and a snapshot of its state. Read-only; no session needed."""
+    MeasureLink: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.MeasureLinkRequest, _coordinator_pb2.MeasureLinkResponse]
+    """Takes bytes and gives bytes back, so that a caller can measure what the connection carries before it joins. Refuses
+    with TOO_LARGE. Idempotent and read-only; no session needed.
+    """
     WatchRun: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.WatchRunRequest, _coordinator_pb2.WatchRunResponse]
     """Streams a snapshot at once and then one after each change, at most one per min_interval; older unsent snapshots
     are dropped. Ends when the run ends. Read-only; no session needed.
@@ -152,6 +156,10 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     """
     GetRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.GetRunRequest, _coordinator_pb2.GetRunResponse]  # type: ignore[assignment]
     """Returns the run's configuration, its artifacts and a snapshot of its state. Read-only; no session needed."""
+    MeasureLink: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.MeasureLinkRequest, _coordinator_pb2.MeasureLinkResponse]  # type: ignore[assignment]
+    """Takes bytes and gives bytes back, so that a caller can measure what the connection carries before it joins. Refuses
+    with TOO_LARGE. Idempotent and read-only; no session needed.
+    """
     WatchRun: _aio.UnaryStreamMultiCallable[_coordinator_pb2.WatchRunRequest, _coordinator_pb2.WatchRunResponse]  # type: ignore[assignment]
     """Streams a snapshot at once and then one after each change, at most one per min_interval; older unsent snapshots
     are dropped. Ends when the run ends. Read-only; no session needed.
@@ -276,6 +284,16 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.GetRunResponse, _abc.Awaitable[_coordinator_pb2.GetRunResponse]]:
         """Returns the run's configuration, its artifacts and a snapshot of its state. Read-only; no session needed."""
+
+    @_abc_1.abstractmethod
+    def MeasureLink(
+        self,
+        request: _coordinator_pb2.MeasureLinkRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.MeasureLinkResponse, _abc.Awaitable[_coordinator_pb2.MeasureLinkResponse]]:
+        """Takes bytes and gives bytes back, so that a caller can measure what the connection carries before it joins. Refuses
+        with TOO_LARGE. Idempotent and read-only; no session needed.
+        """
 
     @_abc_1.abstractmethod
     def WatchRun(

@@ -1,0 +1,1 @@
+"""GPUs of any maker, behind the one name `wgpu`."""
