@@ -5,6 +5,7 @@ Torch is imported here when a job is built, so that a wrong address or token is 
 
 import json
 import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
