@@ -154,14 +154,15 @@ class SliceRound:
         return loss, sum(one.num_correct for one in stats), sum(one.num_predictions for one in stats)
 
     def digest(self) -> SliceDigest:
-        """Returns what was taken down of the mean; zeros count where nobody had weight."""
+        """Returns what was taken down of the mean so far; zeros count where nobody had weight."""
         taken = self.round.taken_down()
         return SliceDigest(
             bucket=self.bucket,
             first_element=self.start,
-            num_elements=self.store_S.size,
+            num_elements=taken.num_elements,
             digests=b"".join(taken.digests()),
             squares=tuple(taken.square_expansion()),
+            bucket_elements=self.whole.num_elements,
         )
 
     def fail(self, error: AyniError) -> None:

@@ -138,6 +138,7 @@ def slice_message(taken: SliceDigest) -> pb.SliceDigest:
         num_elements=taken.num_elements,
         digests=taken.digests,
         squares=taken.squares,
+        bucket_elements=taken.bucket_elements,
     )
 
 
@@ -153,4 +154,5 @@ def slice_of(message: pb.SliceDigest) -> SliceDigest:
         num_elements=message.num_elements,
         digests=message.digests,
         squares=tuple(message.squares),
+        bucket_elements=message.bucket_elements,
     )

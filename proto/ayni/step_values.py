@@ -113,6 +113,8 @@ class SliceDigest:
     """XXH3-128 of every segment of the mean, one after the other; see `ayni.reduce.digest`."""
     squares: tuple[float, ...]
     """Floats whose exact sum is that of the squares of the mean."""
+    bucket_elements: int = 0
+    """Elements of the whole bucket; 0 for not said."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -188,6 +188,18 @@ def test_who_comes_late_reads_the_mean_from_its_beginning():
     run(scenario())
 
 
+def test_what_was_taken_down_of_a_slice_in_part_says_so():
+    async def scenario() -> None:
+        own, rounds = terms(num_owners=1), opened(terms(num_owners=1))
+        contribution = rounds.begin(offer(0, range(4), own))
+        assert [one.num_elements for one in rounds.digests()] == [0]
+        await send(contribution, whole_part(), 3)
+        (half,) = rounds.digests()
+        assert (half.num_elements, half.bucket_elements) == (3 * CHUNK_BYTES // 4, NUM_ELEMENTS)
+
+    run(scenario())
+
+
 def test_a_reader_that_stops_holds_nobody_up():
     async def scenario() -> None:
         own, rounds = terms(), opened()

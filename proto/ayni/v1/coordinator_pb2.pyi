@@ -792,12 +792,17 @@ class SliceDigest(_message.Message):
     NUM_ELEMENTS_FIELD_NUMBER: _builtins.int
     DIGESTS_FIELD_NUMBER: _builtins.int
     SQUARES_FIELD_NUMBER: _builtins.int
+    BUCKET_ELEMENTS_FIELD_NUMBER: _builtins.int
     first_element: _builtins.int
     """First element of the slice in the bucket; a multiple of 65536."""
     num_elements: _builtins.int
     """Elements of the slice."""
     digests: _builtins.bytes
     """XXH3-128 (16 bytes, big-endian) of each 65536 elements of the mean as little-endian float32, in order."""
+    bucket_elements: _builtins.int
+    """Elements of the whole bucket, so that a slice that is missing, short or in the wrong place is known as such; 0 from
+    a worker that does not say it.
+    """
     @_builtins.property
     def bucket(self) -> Global___BucketName:
         """The bucket."""
@@ -814,10 +819,11 @@ class SliceDigest(_message.Message):
         num_elements: _builtins.int = ...,
         digests: _builtins.bytes = ...,
         squares: _abc.Iterable[_builtins.float] | None = ...,
+        bucket_elements: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket", "digests", b"digests", "first_element", b"first_element", "num_elements", b"num_elements", "squares", b"squares"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket", "bucket_elements", b"bucket_elements", "digests", b"digests", "first_element", b"first_element", "num_elements", b"num_elements", "squares", b"squares"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
