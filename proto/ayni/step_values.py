@@ -91,6 +91,8 @@ class ExchangeGroup:
     """What the members show one another."""
     chunk_bytes: int
     """Bytes of every chunk but a slice's last one."""
+    max_bucket_bytes: int = 16 << 30
+    """Longest bucket of which a slice is reduced."""
 
     @property
     def owners(self) -> tuple[GroupMember, ...]:

@@ -25,6 +25,7 @@ NUM_MICROBATCHES = 4
 EPOCH, STEP, ATTEMPT = 2, 3, 0
 CHUNK_BYTES = 1 << 12
 
+_MAX_BUCKET_BYTES = 1 << 22
 _WAIT_S = 0.05
 """For the word of a group that nobody told of."""
 
@@ -36,7 +37,12 @@ def terms_of(generation: int) -> Terms:
         for number, name in enumerate(("ant", "bee", "cat"))
     )
     group = ExchangeGroup(
-        generation=generation, topology="sharded", members=members, secret=SECRET, chunk_bytes=CHUNK_BYTES
+        generation=generation,
+        topology="sharded",
+        members=members,
+        secret=SECRET,
+        chunk_bytes=CHUNK_BYTES,
+        max_bucket_bytes=_MAX_BUCKET_BYTES,
     )
     moment = Moment(generation=generation, epoch=EPOCH, step=STEP, attempt=ATTEMPT)
     return Terms(moment=moment, group=group, worker_id=0, wire_type="float32", num_microbatches=NUM_MICROBATCHES)

@@ -1,5 +1,7 @@
 """Exchange groups, slices and bucket names as messages and back."""
 
+from dataclasses import replace
+
 import pytest
 
 from ayni.buckets import FLAT, Bucket
@@ -28,6 +30,9 @@ def test_what_names_no_bucket_is_refused(message):
 def test_a_group_and_a_slice_come_back_as_they_were():
     sharded = group(3 << 32 | 1, (0, 1), others=(2,))
     assert group_of(group_message(sharded)) == sharded
+    short = replace(sharded, max_bucket_bytes=1 << 20)
+    assert group_of(group_message(short)) == short
+    assert group_of(pb.ExchangeGroup(generation=1)).max_bucket_bytes == 16 << 30
     one = SliceDigest(
         bucket=FLAT,
         first_element=65536,

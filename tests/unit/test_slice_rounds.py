@@ -375,6 +375,27 @@ def test_what_does_not_fit_is_refused_before_memory_is_taken(changes, refusal):
     run(scenario())
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_the_longest_bucket_is_what_the_group_was_told(dtype):
+    async def scenario() -> None:
+        own = terms(num_owners=1, dtype=dtype)
+        longest = NUM_ELEMENTS * tensors.position_bytes(dtype)
+        for limit, spec in ((longest - 1, offer(0, range(4), own).spec), (1 << 20, _huge(dtype))):
+            rounds = opened(replace(own, group=replace(own.group, max_bucket_bytes=limit)))
+            before = state_of(rounds)
+            with pytest.raises(TooLarge, match=f"1 to {limit} are taken") as refused:
+                rounds.begin(offer(0, range(4), own, spec=spec, stop=spec.num_elements))
+            assert refused.value.metadata["limit"] == str(limit)
+            assert state_of(rounds) == before
+        opened(replace(own, group=replace(own.group, max_bucket_bytes=longest))).begin(offer(0, range(4), own))
+
+    run(scenario())
+
+
+def _huge(dtype: str) -> TensorSpec:
+    return TensorSpec(dtype=dtype, num_elements=1 << 40)
+
+
 def test_who_owns_nothing_reduces_nothing():
     async def scenario() -> None:
         follower = terms(worker_id=2)
