@@ -19,7 +19,7 @@ class Timeouts:
     lease: timedelta = timedelta(seconds=10)
     """How long a silent worker is believed alive."""
     accept: timedelta = timedelta(seconds=15)
-    """How long a contribution may take to say what it is."""
+    """How long a stream, or a lane of one, may take to say what it is about."""
     step: timedelta = timedelta(minutes=30)
     """How long a step may take before the run halts and says who was being waited for."""
     drain: timedelta = timedelta(seconds=20)

@@ -9,11 +9,12 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
+from datetime import timedelta
 
 import grpc
 from google.protobuf.message import DecodeError
 
-from ayni.errors import AyniError, BadRequest, TooLarge
+from ayni.errors import AyniError, BadRequest, Deadline, TooLarge
 from ayni.lane_status import FAILED, SUCCESS, refusal_status
 from ayni.rpc import Context, as_refusal
 from ayni.v1 import coordinator_pb2 as pb
@@ -64,6 +65,22 @@ class Lane:
         while (message := self.take()) is None and not self.half_closed:
             await self.changed.wait()
         return message
+
+    async def first(self, within: timedelta) -> bytes:
+        """Returns what the lane begins with, empty where it ends with nothing; there is no timer where it came along.
+
+        Raises:
+            Deadline: it did not come in time.
+        """
+        if (message := self.take()) is not None or self.half_closed:
+            return message or b""
+        seconds = within.total_seconds()
+        try:
+            async with asyncio.timeout(seconds):
+                return await self.read() or b""
+        except TimeoutError:
+            sentence = f"lane {self.number} was opened, and nothing came on it within {seconds:g} s (timeouts.accept)"
+            raise Deadline(sentence, waiting_for="the first message of a lane", timeout=seconds) from None
 
     async def write(self, message: bytes) -> None:
         """Sends a message; waits while too much of this stream is to leave."""
