@@ -67,7 +67,7 @@ def _round(live: SliceRound) -> dict[str, Any]:
         "begun": [f"{lease}: {one}" for lease, one in sorted(reduction._contributions.items())],
         "held_bytes": reduction.held_bytes,
         "emitted": live.emitted,
-        "mean": zlib.crc32(live.store_S[: live.emitted]),
+        "mean": zlib.crc32(live.store_S[: live.emitted].tobytes()),
         "streams": [_stream(lease, one) for lease, one in sorted(live.contributions.items())],
     }
 
