@@ -19,7 +19,7 @@ class Timeouts:
     lease: timedelta = timedelta(seconds=10)
     """How long a silent worker is believed alive."""
     accept: timedelta = timedelta(seconds=15)
-    """How long a contribution may take to say what it is."""
+    """How long a stream, or a lane of one, may take to say what it is about."""
     step: timedelta = timedelta(minutes=30)
     """How long a step may take before the run halts and says who was being waited for."""
     drain: timedelta = timedelta(seconds=20)
@@ -102,7 +102,7 @@ class RunFile(RunConfig):
     worker_window_chunks: int = 32
     """The same over all contributions of a worker; each contribution may always have one."""
     max_bucket_bytes: int = 16 << 30
-    """Longest gradient of one bucket."""
+    """Longest gradient of one bucket; the workers that reduce slices of it (`topology: sharded`) hold to it too."""
     exchange_share: float = 0.5
     """Part of a step that the exchange may take before the log says what would make it less. 0: never."""
     auto_wire: bool = False

@@ -8,7 +8,7 @@ read. On a lane nothing gets lost, and little is sent: all of it is read before 
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -48,7 +48,7 @@ class Contributions:
             begin_class: message of the first frame.
             response_class: message of the frames that are no chunks.
         """
-        frame = await self._first(context.read)
+        frame = await self._first(context)
         begin = _begin(b"" if frame is grpc.aio.EOF else frame, begin_class)
         seat = seat_of(begin.round.worker_id, context)
         exchange = self._open(seat, begin)
@@ -61,7 +61,7 @@ class Contributions:
         self, lane: Lane, seat_of: Callable[[int, Context], Seat], begin_class: Any, response_class: Any
     ) -> None:
         """Serves one stream on a lane; see `serve`."""
-        begin = _begin(await self._first(lane.read) or b"", begin_class)
+        begin = _begin(await lane.first(self._run.file.timeouts.accept), begin_class)
         seat = seat_of(begin.round.worker_id, lane.context)
         exchange = self._open(seat, begin)
         told = False
@@ -77,12 +77,12 @@ class Contributions:
                 self._run.broke(seat, exchange)
             exchange.close()
 
-    async def _first(self, read: Callable[[], Awaitable[Any]]) -> Any:
+    async def _first(self, context: Context) -> Any:
         """Waits for a stream's first frame."""
         timeout = self._run.file.timeouts.accept.total_seconds()
         try:
             async with asyncio.timeout(timeout):
-                return await read()
+                return await context.read()
         except TimeoutError:
             raise Deadline(
                 f"nothing came on a gradient stream within {timeout:g} s", waiting_for="begin", timeout=timeout

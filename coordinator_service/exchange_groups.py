@@ -34,9 +34,9 @@ class Formed:
 class ExchangeGroups:
     """Forms one group after the other."""
 
-    def __init__(self, chunk_bytes: int) -> None:
-        """Starts without a group; `chunk_bytes` is the length of a chunk among workers."""
-        self._chunk_bytes = chunk_bytes
+    def __init__(self, chunk_bytes: int, max_bucket_bytes: int) -> None:
+        """Starts without a group; takes the lengths of a chunk among workers, and of the longest bucket."""
+        self._chunk_bytes, self._max_bucket_bytes = chunk_bytes, max_bucket_bytes
         self._epoch = 0
         self._newest = 0
         self._unreachable: set[int] = set()
@@ -82,6 +82,7 @@ class ExchangeGroups:
             members=tuple(self._member(topology, member) for member in members),
             secret=secret,
             chunk_bytes=self._chunk_bytes,
+            max_bucket_bytes=self._max_bucket_bytes,
         )
         return Formed(group=group)
 

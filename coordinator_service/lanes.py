@@ -9,11 +9,13 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
+from datetime import timedelta
 
 import grpc
 from google.protobuf.message import DecodeError
 
-from ayni.errors import AyniError, BadRequest, TooLarge
+from ayni.errors import AyniError, BadRequest, Deadline, TooLarge
+from ayni.lane_frames import Waiting
 from ayni.lane_status import FAILED, SUCCESS, refusal_status
 from ayni.rpc import Context, as_refusal
 from ayni.v1 import coordinator_pb2 as pb
@@ -27,8 +29,6 @@ MOST_WAITING_BYTES = 8 << 20
 """Of messages that came and were not read yet, and likewise of those that are to leave; over all lanes of a stream."""
 MOST_WAITING_MESSAGES = 4096
 """The same for one lane, in messages, which may be empty."""
-_MESSAGE_BYTES = 1 << 20
-"""From which on a message takes no more frames."""
 
 Serve = Callable[["Lane"], Awaitable[None]]
 """Serves one lane to its end; a refusal is raised."""
@@ -65,10 +65,26 @@ class Lane:
             await self.changed.wait()
         return message
 
+    async def first(self, within: timedelta) -> bytes:
+        """Returns what the lane begins with, empty where it ends with nothing; there is no timer where it came along.
+
+        Raises:
+            Deadline: it did not come in time.
+        """
+        if (message := self.take()) is not None or self.half_closed:
+            return message or b""
+        seconds = within.total_seconds()
+        try:
+            async with asyncio.timeout(seconds):
+                return await self.read() or b""
+        except TimeoutError:
+            sentence = f"lane {self.number} was opened, and nothing came on it within {seconds:g} s (timeouts.accept)"
+            raise Deadline(sentence, waiting_for="the first message of a lane", timeout=seconds) from None
+
     async def write(self, message: bytes) -> None:
         """Sends a message; waits while too much of this stream is to leave."""
         await self._lanes.room()
-        self._lanes.send(pb.LaneResponse(lane=self.number, messages=[message]), len(message))
+        self._lanes.send(pb.LaneResponse(lane=self.number, messages=[message]))
 
     def put(self, frame: pb.LaneRequest) -> None:
         """Takes what came for it."""
@@ -98,8 +114,7 @@ class Lanes:
         self._methods = methods
         self._open: dict[int, tuple[Lane, asyncio.Task[None]]] = {}
         self._last = 0
-        self._pending: list[pb.LaneResponse] = []
-        self._pending_bytes = 0
+        self._pending: Waiting[pb.LaneResponse] = Waiting()
         self._mail, self._left = Signal(), Signal()
 
     async def serve(self) -> None:
@@ -123,19 +138,14 @@ class Lanes:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def send(self, frame: pb.LaneResponse, size: int = 0) -> None:
+    def send(self, frame: pb.LaneResponse) -> None:
         """Has a frame leave, together with others that do at this time."""
-        last = self._pending[-1] if self._pending else None
-        if last is not None and last.lane == frame.lane:
-            last.MergeFrom(frame)
-        else:
-            self._pending.append(frame)
-        self._pending_bytes += size
+        self._pending.put(frame)
         self._mail.notify()
 
     async def room(self) -> None:
         """Waits until little enough is to leave."""
-        while self._pending_bytes >= MOST_WAITING_BYTES:
+        while self._pending.num_bytes >= MOST_WAITING_BYTES:
             await self._left.wait()
 
     def _take(self, frame: pb.LaneRequest) -> None:
@@ -192,11 +202,7 @@ class Lanes:
             while not self._pending:
                 await self._mail.wait()
             await asyncio.sleep(0)  # Others that the same event has woken join in.
-            frames, size = [], 0
-            while self._pending and size < _MESSAGE_BYTES:
-                frames.append(self._pending.pop(0))
-                size += sum(map(len, frames[-1].messages))
-            self._pending_bytes -= size
+            frames = self._pending.take()
             try:
                 await self.context.write(pb.LanesResponse(frames=frames).SerializeToString())
             except grpc.aio.InternalError as error:

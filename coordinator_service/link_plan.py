@@ -86,6 +86,8 @@ class Choice:
 
     wire_type: str
     sentence: str
+    exchange_s: float
+    """Of a step before the change."""
 
 
 def advise(
@@ -119,15 +121,22 @@ def advise(
 class LinkPlan:
     """Watches a run's steps."""
 
-    def __init__(self, wire_type: str, limit: float, microbatches: int = 0) -> None:
-        """Watches for the exchange to take more than `limit` of a step; 0 for not at all. See `advise`."""
+    def __init__(self, wire_type: str, limit: float, microbatches: int = 0, before_s: float = math.inf) -> None:
+        """Watches for the exchange to take more than `limit` of a step; 0 for not at all.
+
+        Args:
+            wire_type: of the next step.
+            limit: see `advise`.
+            microbatches: see `advise`.
+            before_s: exchange of a step before the type became this one; infinite for not known.
+        """
         self.wire_type, self._limit, self._microbatches = wire_type, limit, microbatches
         self._exchange: deque[float] = deque(maxlen=_STEPS)
         self._compute: deque[float] = deque(maxlen=_STEPS)
         self._told = 0
         self._advice: Advice | None = None
         self._in_a_row = 0
-        self._before_s = math.inf
+        self._before_s = before_s
         """Exchange before the last change."""
 
     def observe(self, times: Sequence[StepTimes], num_bytes: int) -> str:
@@ -166,7 +175,7 @@ class LinkPlan:
             f"{self._in_a_row} steps one after the other, and {wire_type} would make it "
             f"{advice.wire_shares[wire_type]:.0%}"
         )
-        return Choice(wire_type=wire_type, sentence=sentence)
+        return Choice(wire_type=wire_type, sentence=sentence, exchange_s=advice.exchange_s)
 
     def changed(self, wire_type: str) -> None:
         """Notes that gradients travel in another type from now on."""

@@ -17,7 +17,7 @@ import numpy as np
 from ayni import frames, tensors
 from ayni.buckets import Bucket
 from ayni.errors import AyniError, BadChunk
-from ayni.reduce.chunks import check_crc
+from ayni.reduce.chunks import decoded, first_element
 from ayni.reduce.reduction import Reduced
 from coordinator_service.leases import Lease, Totals
 from coordinator_service.same_host import SameHost
@@ -208,17 +208,16 @@ class Exchange:
         """
         chunk = self._parse(frame)
         self.flow.received_bytes += len(frame)
-        offset = self._elements(chunk.offset_bytes, tensors.position_bytes(self._live.round.spec.dtype))
+        label, dtype = self._live.round.label, self._live.round.spec.dtype
+        offset = first_element(chunk, label, dtype)
         if chunk.shared is not None:
             await self._add_shared(chunk, chunk.shared, offset)
             return
-        check_crc(self._live.round.label, chunk)
-        self._check_length(chunk)
         if is_whole and self._live.round.spec.num_elements > self._live.round.chunk_elements:
             raise self._bad(
                 "a gradient of several chunks came on a lane; it needs a stream of its own", "a part", "more"
             )
-        values = tensors.decode(chunk.data, self._live.round.spec.dtype)
+        values = decoded(chunk, label, dtype, self._live.round.chunk_elements)
         self._live.publish(self._live.round.contribute(self.lease.lease_id, chunk.part, offset, values))
 
     async def _add_shared(self, chunk: frames.ChunkView, shared: frames.SharedRange, offset: int) -> None:
@@ -249,12 +248,6 @@ class Exchange:
         elif self._is_shared != is_shared:
             raise self._bad("a contribution came in part in frames and in part in shared memory", "one way", "both")
         return chunk
-
-    def _check_length(self, chunk: frames.ChunkView) -> None:
-        """Refuses more than a chunk before it is decoded: that may take four times its bytes."""
-        most = tensors.payload_bytes(self._live.round.chunk_elements, self._live.round.spec.dtype)
-        if len(chunk.data) > most:
-            raise self._bad(f"a chunk has {len(chunk.data)} bytes; at most {most} are expected", most, len(chunk.data))
 
     def _bad(self, sentence: str, expected: object, received: object) -> BadChunk:
         label = self._live.round.label
@@ -313,14 +306,3 @@ class Exchange:
         if ahead == 0:
             return len(self._outbox) < self._window
         return ahead < self._window and len(self._outbox) < self._window and not self.flow.full
-
-    def _elements(self, offset_bytes: int, size: int) -> int:
-        if offset_bytes % size:
-            raise BadChunk(
-                f"{self._live.round.label}: a chunk begins inside an element, at byte {offset_bytes}",
-                field="offset",
-                expected=f"a multiple of {size}",
-                received=offset_bytes,
-                bucket=self._live.round.label,
-            )
-        return offset_bytes // size

@@ -46,7 +46,7 @@ from coordinator_service.signals import Signal
 from coordinator_service.store import RunStore
 from coordinator_service.stored_states import StoredStates
 from coordinator_service.values import ExchangeNews, Shutdown
-from coordinator_service.wire_types import WIRE_TYPE, WireTypes
+from coordinator_service.wire_types import WireTypes, chosen_before
 from coordinator_service.writing import Notes, Writing
 
 _log = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ class Run:
         self.live: LiveStep | None = None
         self.same_host = SameHost()
         """What is shared with workers of this host; nothing until the server says so."""
-        self.wire_types = WireTypes(file.wire_type, file.wire_changes, facts.get(WIRE_TYPE, ""))
+        self.wire_types = WireTypes(file.wire_type, file.wire_changes, *chosen_before(facts))
         self._commits: dict[tuple[Moment, str], Commit] = {}
         self._update = facts.get(_UPDATE, "") if file.optimizer.update == "auto" else file.optimizer.update
         self._stopped = False

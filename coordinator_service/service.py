@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
+from datetime import timedelta
 from typing import Any
 
 from ayni import PROTOCOL_VERSION, failpoints
@@ -130,12 +131,12 @@ class CoordinatorServicer:
             self._with_lanes.discard(session)
 
     async def _commit_on_lane(self, lane: Lane) -> None:
-        request = pb.CommitStepRequest.FromString(await lane.read() or b"")
+        request = pb.CommitStepRequest.FromString(await lane.first(self._accept))
         response = await self.CommitStep(request, lane.context)
         await lane.write(response.SerializeToString())
 
     async def _assignments_on_lane(self, lane: Lane) -> None:
-        request = pb.ShardAssignmentRequest.FromString(await lane.read() or b"")
+        request = pb.ShardAssignmentRequest.FromString(await lane.first(self._accept))
         async with aclosing(self.ShardAssignment(request, lane.context)) as frames:
             async for frame in frames:
                 await lane.write(frame.SerializeToString())
@@ -206,6 +207,10 @@ class CoordinatorServicer:
 
     def _seat(self, worker_id: int, context: Context) -> Seat:
         return self._run.epochs.seat(worker_id, self._session(context))
+
+    @property
+    def _accept(self) -> timedelta:
+        return self._run.file.timeouts.accept
 
     @staticmethod
     def _session(context: Context) -> str:

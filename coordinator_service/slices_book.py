@@ -1,8 +1,9 @@
 """What the owners took down of the slices of one attempt: whether it makes up every bucket; norm and hash.  [core]
 
 An owner says it once, when it commits. Nobody else has the mean of its slice in a form that can be checked, so what is
-checked is the shape: that each owner says something of its own slices, all of them and no others. How long a bucket is
-follows from where its last slice ends.
+checked is the shape: that each owner says something of its own slices, all of them and no others. Every owner says how
+long the whole bucket is, so that a slice which is short or in the wrong place is refused at once, and one that never
+came is missed, the last one too. Of owners that don't say it, a bucket is as long as where its last slice ends.
 """
 
 import math
@@ -60,6 +61,7 @@ class SlicesBook:
         Raises:
             NotLeased: it owns none.
             BadRequest: a slice is impossible, or comes twice.
+            SpecMismatch: it is not the worker's whole slice of such a bucket, or another owner says another length.
         """
         if not slices:
             return
@@ -73,6 +75,7 @@ class SlicesBook:
         taken: dict[Bucket, SliceDigest] = {}
         for one in slices:
             self._check(one, taken)
+            self._check_place(worker_id, one)
             taken[one.bucket] = one
         self._taken[worker_id] = taken
 
@@ -86,13 +89,36 @@ class SlicesBook:
             said = ", ".join(str(bucket) for bucket in self.buckets) or "none"
             raise self._mismatch("num_buckets", num_buckets, len(self.buckets), f"slices of {said} were taken down")
         for bucket in self.buckets:
-            length = max(one.first_element + one.num_elements for one in self._slices(bucket))
-            expected = slice_bounds(length, len(self._owners), bucket)
+            expected = slice_bounds(self._length(bucket), len(self._owners), bucket)
             found = [self._bounds(bucket, owner) for owner in self._owners]
             if found != [(start, stop) if stop > start else None for start, stop in expected]:
                 pairs = zip(self._owners, found, strict=True)
                 detail = ", ".join(f"{owner.worker_name} took down {bounds or 'nothing'}" for owner, bounds in pairs)
                 raise self._mismatch("slices", expected, found, f"of {bucket} {detail}")
+
+    def _length(self, bucket: Bucket) -> int:
+        """Returns a bucket's elements: as it was said, or as far as slices go."""
+        said = [one.bucket_elements for one in self._slices(bucket)]
+        return max(said) or max(one.first_element + one.num_elements for one in self._slices(bucket))
+
+    def _check_place(self, worker_id: int, one: SliceDigest) -> None:
+        """Refuses what is not the worker's slice of a bucket of that length, or where another owner says another."""
+        if not one.bucket_elements:
+            return
+        for other in self._owners:
+            said = self._taken.get(other.worker_id, {}).get(one.bucket)
+            if said and other.worker_id != worker_id and said.bucket_elements not in (0, one.bucket_elements):
+                detail = f"{other.worker_name} and {self._name(worker_id)} reduce slices of {one.bucket}"
+                raise self._mismatch("bucket_elements", said.bucket_elements, one.bucket_elements, detail)
+        ranks = [owner.worker_id for owner in self._owners]
+        own = slice_bounds(one.bucket_elements, len(ranks), one.bucket)[ranks.index(worker_id)]
+        found = (one.first_element, one.first_element + one.num_elements)
+        if found != own:
+            detail = f"of {one.bucket}, which has {one.bucket_elements} elements, {self._name(worker_id)} took it down"
+            raise self._mismatch("slice", own, found, detail)
+
+    def _name(self, worker_id: int) -> str:
+        return next(owner.worker_name for owner in self._owners if owner.worker_id == worker_id)
 
     def _bounds(self, bucket: Bucket, owner: GroupMember) -> tuple[int, int] | None:
         """Returns the elements that an owner has taken down of a bucket, or None."""
@@ -106,7 +132,8 @@ class SlicesBook:
     def _check(self, one: SliceDigest, taken: dict[Bucket, SliceDigest]) -> None:
         if one.bucket in taken:
             raise self._bad(one, "it comes twice")
-        if not 0 < one.num_elements <= _LARGEST or one.first_element % SEGMENT or one.first_element > _LARGEST:
+        largest = max(one.num_elements, one.first_element, one.bucket_elements)
+        if not one.num_elements or largest > _LARGEST or one.first_element % SEGMENT:
             raise self._bad(one, f"a slice has 1 to {_LARGEST} elements from a multiple of {SEGMENT} on")
         expected = -(-one.num_elements // SEGMENT) * DIGEST_BYTES
         if len(one.digests) != expected:

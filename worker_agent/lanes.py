@@ -12,6 +12,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from grpc import aio
 
+from ayni.lane_frames import Waiting
 from ayni.lane_status import code_name, refusal_of
 from ayni.v1 import coordinator_pb2 as pb
 from worker_agent.changes import Change
@@ -22,8 +23,6 @@ Stream = aio.StreamStreamCall[bytes, bytes]
 
 _MOST_LANES = 1000
 """At a time, less than a coordinator takes; for more, calls of their own are made."""
-_MESSAGE_BYTES = 1 << 20
-"""From which on a message takes no more frames."""
 
 
 class Lane:
@@ -108,7 +107,7 @@ class Lanes:
         self._call = call
         self._open: dict[int, Lane] = {}
         self._last = 0
-        self._pending: list[pb.LaneRequest] = []
+        self._pending: Waiting[pb.LaneRequest] = Waiting()
         self._is_writing = False
         self._mail, self._left = Change(), Change()
         self._broken: TransportBroken | None = None
@@ -131,11 +130,7 @@ class Lanes:
 
     def send(self, frame: pb.LaneRequest) -> None:
         """Has a frame leave, together with others that do at this time."""
-        last = self._pending[-1] if self._pending else None
-        if last is not None and last.lane == frame.lane:
-            last.MergeFrom(frame)
-        else:
-            self._pending.append(frame)
+        self._pending.put(frame)
         self._mail.announce()
 
     async def left(self) -> None:
@@ -170,7 +165,7 @@ class Lanes:
             while not self._pending:
                 await self._mail.wait()
             await asyncio.sleep(0)  # Others that the same event has woken join in.
-            frames, self._is_writing = _some(self._pending), True
+            frames, self._is_writing = self._pending.take(), True
             try:
                 await self._call.write(pb.LanesRequest(frames=frames).SerializeToString())
             except (grpc.RpcError, asyncio.InvalidStateError):
@@ -184,16 +179,6 @@ class Lanes:
         for lane in list(self._open.values()):
             lane.finish(TransportBroken(str(error), error.code))
         self._left.announce()
-
-
-def _some(pending: "list[pb.LaneRequest]") -> "list[pb.LaneRequest]":
-    """Takes as many frames as one message should have."""
-    frames: list[pb.LaneRequest] = []
-    size = 0
-    while pending and size < _MESSAGE_BYTES:
-        frames.append(pending.pop(0))
-        size += sum(map(len, frames[-1].messages))
-    return frames
 
 
 def _end_of(status: pb.LaneStatus, address: str) -> Exception | None:

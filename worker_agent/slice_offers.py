@@ -17,9 +17,6 @@ from ayni.tensors import TensorSpec
 GROUP_HEADER = "ayni-group"
 """Metadata of a call that carries the secret of its group."""
 
-MAX_BUCKET_BYTES = 16 << 30
-"""Longest bucket of which a slice is reduced."""
-
 _LARGEST_COUNT = 1 << 44
 
 
@@ -110,11 +107,12 @@ def check(offer: SliceOffer, terms: Terms) -> None:
         raise _not_leased(offer, f"worker {offer.worker_id} is not a member of the group", members, offer.worker_id)
     if offer.spec.dtype != terms.wire_type:
         raise mismatch(offer, "dtype", terms.wire_type, offer.spec.dtype)
-    if not 0 < offer.spec.num_bytes <= MAX_BUCKET_BYTES:
+    limit = terms.group.max_bucket_bytes
+    if not 0 < offer.spec.num_bytes <= limit:
         raise TooLarge(
-            f"{offer.name}: a bucket of {offer.spec.num_bytes} bytes; 1 to {MAX_BUCKET_BYTES} are taken",
+            f"{offer.name}: a bucket of {offer.spec.num_bytes} bytes; 1 to {limit} are taken (max_bucket_bytes)",
             field="num_elements",
-            limit=MAX_BUCKET_BYTES,
+            limit=limit,
             received=offer.spec.num_bytes,
         )
     own = terms.bounds(offer.spec, offer.bucket)

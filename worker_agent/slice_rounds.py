@@ -24,7 +24,7 @@ import numpy as np
 
 from ayni import frames, tensors
 from ayni.buckets import Bucket
-from ayni.errors import AyniError, Deadline, NonFinite, RoundRestarted, StaleEpoch, WeightMismatch
+from ayni.errors import AyniError, Deadline, NonFinite, RoundRestarted, StaleEpoch, TooLarge, WeightMismatch
 from ayni.reduce.chunks import arrived
 from ayni.reduce.places import MeanPlace
 from ayni.reduce.reduction import Fate, Reduced, Round
@@ -43,6 +43,8 @@ _WORKER_CHUNKS = 32
 """The same over all contributions of a worker."""
 _FRAMES = 8
 """Frames of a mean that are kept for the next who takes it."""
+_MOST_BUCKETS = 1 << 16
+"""Of which slices are reduced in one attempt."""
 _WAIT_S = 120.0
 """How long a contribution waits for the coordinator to tell this worker of its group."""
 
@@ -96,16 +98,18 @@ class SliceRound:
         """Opens a lease's contribution, for the first time or again.
 
         Raises:
-            SpecMismatch, Duplicate: see `Round.begin`.
+            SpecMismatch, Duplicate: see `Round.check`. Nothing has changed.
         """
         if offer.spec != self.whole:
             raise mismatch(offer, "tensor", self.whole, offer.spec)
         before = self.contributions.get(offer.lease_id)
         if before and before.offer.worker_id != offer.worker_id:
             raise duplicate(offer, f"lease {offer.lease_id} is worker {before.offer.worker_id}'s")
+        is_held = self.round.has_begun(offer.lease_id) and self.round.finished_sending(offer.lease_id)
+        if not is_held:
+            self.round.check(offer.lease_id, name, self.round.spec, offer.weights)
         if before:
             before.fail(self._restarted("its worker has begun again"))
-        is_held = self.round.has_begun(offer.lease_id) and self.round.finished_sending(offer.lease_id)
         reduced: Sequence[Reduced] = ()
         if not is_held:
             self._take_back(offer.lease_id)
@@ -150,14 +154,15 @@ class SliceRound:
         return loss, sum(one.num_correct for one in stats), sum(one.num_predictions for one in stats)
 
     def digest(self) -> SliceDigest:
-        """Returns what was taken down of the mean; zeros count where nobody had weight."""
+        """Returns what was taken down of the mean so far; zeros count where nobody had weight."""
         taken = self.round.taken_down()
         return SliceDigest(
             bucket=self.bucket,
             first_element=self.start,
-            num_elements=self.store_S.size,
+            num_elements=taken.num_elements,
             digests=b"".join(taken.digests()),
             squares=tuple(taken.square_expansion()),
+            bucket_elements=self.whole.num_elements,
         )
 
     def fail(self, error: AyniError) -> None:
@@ -336,7 +341,8 @@ class SliceRounds:
         """Begins a contribution.
 
         Raises:
-            AyniError: see `slice_offers.check` and `SliceRound.begin`.
+            TooLarge: there are too many buckets.
+            AyniError: see `slice_offers.check` and `SliceRound.begin`. Nothing has changed.
         """
         terms = self.terms
         if terms is None:
@@ -344,19 +350,26 @@ class SliceRounds:
             raise StaleEpoch(sentence, epoch=offer.moment.generation, current_epoch=0)
         check(offer, terms)
         self._check_weights(offer)
-        live = self._rounds.get(offer.bucket)
-        if live is None:
-            live = self._rounds[offer.bucket] = SliceRound(terms, offer, self._store(offer.stop - offer.start))
-        budget = self._budgets.setdefault(offer.worker_id, Budget())
-        return live.begin(offer, terms.name_of(offer.worker_id), budget)
+        live = self._rounds.get(offer.bucket) or self._new(terms, offer)
+        budget = self._budgets.get(offer.worker_id) or Budget()
+        found = live.begin(offer, terms.name_of(offer.worker_id), budget)
+        self._rounds[offer.bucket], self._budgets[offer.worker_id] = live, budget
+        self._weights.update(offer.weights)
+        return found
 
     def digests(self) -> tuple[SliceDigest, ...]:
         """Returns what was taken down of all slices, by bucket."""
         return tuple(self._rounds[bucket].digest() for bucket in sorted(self._rounds))
 
+    def _new(self, terms: Terms, offer: SliceOffer) -> SliceRound:
+        if len(self._rounds) >= _MOST_BUCKETS:
+            sentence = f"{offer.name}: there are {_MOST_BUCKETS} buckets, and no more are taken"
+            raise TooLarge(sentence, field="bucket", limit=_MOST_BUCKETS, received=_MOST_BUCKETS + 1)
+        return SliceRound(terms, offer, self._store(offer.stop - offer.start))
+
     def _check_weights(self, offer: SliceOffer) -> None:
         for microbatch, weight in offer.weights.items():
-            known = self._weights.setdefault(microbatch, weight)
+            known = self._weights.get(microbatch, weight)
             if known != weight:
                 sentence = f"{offer.name}: micro-batch {microbatch} has weight {weight}; another bucket said {known}"
                 raise WeightMismatch(sentence, microbatch=microbatch, expected=known, received=weight)

@@ -154,9 +154,10 @@ def _taken_down(bucket: Bucket, num_elements: int, digest: MeanDigest) -> SliceD
     return SliceDigest(
         bucket=bucket,
         first_element=0,
-        num_elements=num_elements,
+        num_elements=digest.num_elements,
         digests=b"".join(digest.digests()),
         squares=tuple(digest.square_expansion()),
+        bucket_elements=num_elements,
     )
 
 

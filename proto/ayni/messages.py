@@ -11,6 +11,8 @@ from ayni.v1 import coordinator_pb2 as pb
 from ayni.v1 import tensor_pb2
 
 _MAX_SECONDS = 1e9
+_BUCKET_BYTES = 16 << 30
+"""Longest bucket where a coordinator does not say it."""
 _PARTS = ("compute", "exchange", "commit_wait", "update", "data")
 
 
@@ -106,6 +108,7 @@ def group_message(group: ExchangeGroup) -> pb.ExchangeGroup:
         members=members,
         secret=group.secret,
         chunk_bytes=group.chunk_bytes,
+        max_bucket_bytes=group.max_bucket_bytes,
     )
 
 
@@ -127,6 +130,7 @@ def group_of(message: pb.ExchangeGroup) -> ExchangeGroup:
         members=members,
         secret=message.secret,
         chunk_bytes=message.chunk_bytes,
+        max_bucket_bytes=message.max_bucket_bytes or _BUCKET_BYTES,
     )
 
 
@@ -138,6 +142,7 @@ def slice_message(taken: SliceDigest) -> pb.SliceDigest:
         num_elements=taken.num_elements,
         digests=taken.digests,
         squares=taken.squares,
+        bucket_elements=taken.bucket_elements,
     )
 
 
@@ -153,4 +158,5 @@ def slice_of(message: pb.SliceDigest) -> SliceDigest:
         num_elements=message.num_elements,
         digests=message.digests,
         squares=tuple(message.squares),
+        bucket_elements=message.bucket_elements,
     )

@@ -91,6 +91,8 @@ class ExchangeGroup:
     """What the members show one another."""
     chunk_bytes: int
     """Bytes of every chunk but a slice's last one."""
+    max_bucket_bytes: int = 16 << 30
+    """Longest bucket of which a slice is reduced."""
 
     @property
     def owners(self) -> tuple[GroupMember, ...]:
@@ -113,6 +115,8 @@ class SliceDigest:
     """XXH3-128 of every segment of the mean, one after the other; see `ayni.reduce.digest`."""
     squares: tuple[float, ...]
     """Floats whose exact sum is that of the squares of the mean."""
+    bucket_elements: int = 0
+    """Elements of the whole bucket; 0 for not said."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

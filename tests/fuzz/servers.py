@@ -1,6 +1,6 @@
 """Hostile calls at live servers: every message of the schema, right token, any values, damaged bytes.
 
-    python tests/fuzz/servers.py [--seconds 540] [--seed N] [--only waiting|progress|agent]...
+    python tests/fuzz/servers.py [--seconds 540] [--seed N] [--only waiting|progress|agent|peer]...
 
 Prints how many calls ended how. Ends with 1 and the calls that led to it when a server answered with anything but an
 answer or a refusal, logged a traceback, stopped answering, changed its state by a refused call, or grew.
@@ -19,14 +19,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.support.fuzz_agent import FuzzedAgent
 from tests.support.fuzz_campaign import Campaign
 from tests.support.fuzz_coordinator import FuzzedCoordinator
+from tests.support.fuzz_peer import FuzzedPeer
 from tests.support.fuzz_servers import Target
 
 TARGETS: dict[str, Callable[[Path], Target]] = {
     "waiting": lambda folder: FuzzedCoordinator(folder, in_progress=False),
     "progress": lambda folder: FuzzedCoordinator(folder, in_progress=True),
     "agent": FuzzedAgent,
+    "peer": FuzzedPeer,
 }
-SHARES = {"waiting": 0.25, "progress": 0.45, "agent": 0.3}
+SHARES = {"waiting": 0.2, "progress": 0.4, "agent": 0.25, "peer": 0.15}
 """Parts of the time, by what there is to come past."""
 
 

@@ -127,6 +127,26 @@ def test_the_wire_type_goes_down_and_a_coordinator_that_is_started_again_stays_t
     assert [record.wire_type for record in ledger_of(tmp_path, "auto")] == names
 
 
+def test_a_change_that_did_not_help_is_followed_by_no_other_one_after_a_restart(tmp_path: Path, monkeypatch):
+    """Killed after the change, before it was measured: the next process must know how long it took before."""
+
+    async def first(address: str) -> list[str]:
+        async with members(address) as workers:
+            return await make_steps(workers, 21)
+
+    async def second(address: str) -> list[str]:
+        async with members(address, 21) as workers:
+            return await make_steps(workers, 30)
+
+    monkeypatch.setitem(EXCHANGE_S, "bfloat16", EXCHANGE_S["float32"])
+    with coordinator(tmp_path, RUN) as server:
+        assert asyncio.run(first(server.address)) == ["float32"] * 19 + ["bfloat16"] * 2
+        server.process.kill()
+        server.process.wait(20)
+    with coordinator(tmp_path, RUN) as server:
+        assert asyncio.run(second(server.address)) == ["bfloat16"] * 30
+
+
 @pytest.mark.parametrize(
     ("run", "facts"),
     [

@@ -11,6 +11,7 @@ from tests.support.fuzz_calls import Call, make
 from tests.support.fuzz_campaign import Campaign
 from tests.support.fuzz_coordinator import FuzzedCoordinator
 from tests.support.fuzz_insiders import SERVICE
+from tests.support.fuzz_peer import FuzzedPeer
 
 SECONDS = 7.0
 MOST_BURSTS = 150
@@ -24,7 +25,7 @@ def in_progress(folder: Path) -> FuzzedCoordinator:
     return FuzzedCoordinator(folder, in_progress=True)
 
 
-@pytest.mark.parametrize("start", [waiting, in_progress, FuzzedAgent])
+@pytest.mark.parametrize("start", [waiting, in_progress, FuzzedAgent, FuzzedPeer])
 def test_any_calls_lead_to_answers_and_refusals_only(
     tmp_path: Path, pytestconfig: pytest.Config, start: Callable[[Path], Any]
 ):

@@ -9,7 +9,7 @@ import grpc
 import numpy as np
 import pytest
 
-from ayni.errors import BadChunk, Duplicate, LeaseRevoked, NotLeased, StepVoided, UnknownWorker
+from ayni.errors import BadChunk, Deadline, Duplicate, LeaseRevoked, NotLeased, StepVoided, UnknownWorker
 from ayni.frames import CHUNK_FIELD, ChunkView, decode_frame, encode_chunk
 from ayni.v1 import coordinator_pb2 as pb
 from tests.support.coordinator import RUN, RawWorker, coordinator, raw_worker, refusal
@@ -145,6 +145,27 @@ def test_a_lane_is_refused_with_the_reason_of_the_call(address):
             await mean_of(lane)
 
     run(story())
+
+
+def test_a_lane_that_says_nothing_is_ended_and_the_step_goes_on(tmp_path):
+    async def story(address: str) -> None:
+        async with lane_worker(address, "ant") as ant:
+            await ant.ready()
+            await ant.lease()
+            silent = [ant.lanes.open(method) for method in (COMMIT, ASSIGNMENT, GRADIENT)]
+            ends = asyncio.gather(*(lane.read() for lane in silent), return_exceptions=True)
+            async with asyncio.timeout(20):
+                while not ends.done():
+                    await ant.raw.stub.Heartbeat(pb.HeartbeatRequest(worker_id=ant.raw.worker_id))
+                    await asyncio.wait([ends], timeout=0.2)
+            assert all(isinstance(end, Deadline) for end in await ends)
+            await mean_of(await ant.contribute())
+            await ant.commit()
+
+    times = {**RUN["timeouts"], "heartbeat_interval": "100ms", "lease": "1s", "accept": "1100ms"}
+    quick = {**RUN, "min_workers": 1, "timeouts": times}
+    with coordinator(tmp_path, quick) as served:
+        run(story(served.address))
 
 
 def test_a_gradient_of_several_chunks_needs_a_stream_of_its_own(tmp_path):

@@ -82,9 +82,10 @@ def test_the_group_comes_with_the_lease_and_its_slices_make_the_commit(tmp_path)
             following = await leases_of(workers)
             return group, commits, following, await snapshot_of(workers[0])
 
-    with coordinator(tmp_path, RUN) as process:
+    with coordinator(tmp_path, {**RUN, "max_bucket_bytes": 1 << 21}) as process:
         group, commits, following, snapshot = asyncio.run(scenario(process.address))
     assert (group.topology, group.chunk_bytes) == ("sharded", 1 << 20)
+    assert group.max_bucket_bytes == 1 << 21
     assert owners(group) == names(group) == ["ant", "bee", "cat"]
     assert [member.address for member in group.members] == ["127.0.0.1:7000", "127.0.0.1:7001", "127.0.0.1:7002"]
     assert len(bytes.fromhex(group.secret)) >= 16

@@ -170,6 +170,7 @@ class Campaign:
         except Exception as error:
             self._note(f"a good call failed: {error!r}", burst)
             raise
+        self._state = None  # A good call may change it.
         if self.target.pid != self._usage_pid:
             self._usage_pid = self.target.pid
             self.usage.clear()

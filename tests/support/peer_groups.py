@@ -54,6 +54,7 @@ def taken_down(mean_N: np.ndarray, bucket: Bucket, first: int, stop: int) -> Sli
         num_elements=stop - first,
         digests=b"".join(digest.digests()),
         squares=tuple(digest.square_expansion()),
+        bucket_elements=mean_N.size,
     )
 
 

@@ -2,12 +2,14 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from grpc import aio
 
-from ayni.errors import BadRequest, NotLeased, TooLarge
+from ayni.errors import BadRequest, Deadline, NotLeased, TooLarge
 from ayni.lane_status import refusal_of
 from ayni.v1 import coordinator_pb2 as pb
 from coordinator_service import lanes
@@ -83,6 +85,47 @@ def test_each_lane_is_answered_and_ends_with_a_status():
         told = {frame.lane: (list(frame.messages), frame.status.code) for frame in stream.frames}
         assert told == {1: ([b"a", b"b"], 0), 2: ([b"c"], 0)}
         assert all(frame.HasField("status") for frame in stream.frames)
+
+    run(story)
+
+
+def test_a_lane_on_which_nothing_comes_ends_by_name_and_alone():
+    async def patient(lane: Lane) -> None:
+        await lane.write(await lane.first(timedelta(seconds=0.05)))
+
+    async def story(stream: Stream) -> None:
+        serve = serving(stream, patient)
+        stream.send(opened(1, COMMIT, done=False), opened(2, COMMIT, b"a", done=False), opened(3, GRADIENT))
+        await stream.until(lambda: {f.lane for f in stream.frames if f.HasField("status")} == {1, 2, 3})
+        ends = {frame.lane: frame.status for frame in stream.frames if frame.HasField("status")}
+        refused = refusal_of(ends[1])
+        assert isinstance(refused, Deadline)
+        assert "lane 1 was opened, and nothing came on it within 0.05 s" in str(refused)
+        assert refused.metadata["waiting_for"] == "the first message of a lane"
+        assert [bytes(m) for frame in stream.frames for m in frame.messages if frame.lane == 2] == [b"a"]
+        assert ends[2].code == ends[3].code == 0
+        stream.send(opened(4, COMMIT, b"b"), pb.LaneRequest(lane=1, messages=[b"late"]))
+        stream.end()
+        await serve
+        assert stream.frames[-1].lane == 4
+
+    run(story)
+
+
+def test_no_timer_is_set_where_the_first_message_came_along(monkeypatch):
+    async def patient(lane: Lane) -> None:
+        await lane.write(await lane.first(timedelta(seconds=5)))
+
+    async def story(stream: Stream) -> None:
+        def refuse(_: float) -> Any:
+            raise AssertionError("a timer was set")
+
+        monkeypatch.setattr(lanes, "asyncio", SimpleNamespace(**{**vars(asyncio), "timeout": refuse}))
+        serve = serving(stream, patient)
+        stream.send(opened(1, COMMIT, b"a"), opened(2, GRADIENT), opened(3, COMMIT, b"c", done=False))
+        stream.end()
+        await serve
+        assert {frame.lane: frame.status.code for frame in stream.frames} == {1: 0, 2: 0, 3: 0}
 
     run(story)
 

@@ -8,7 +8,7 @@ from tests.support.peer_groups import member
 
 
 def groups(epoch: int = 3) -> ExchangeGroups:
-    made = ExchangeGroups(chunk_bytes=1 << 20)
+    made = ExchangeGroups(chunk_bytes=1 << 20, max_bucket_bytes=1 << 22)
     made.enter(Epoch(number=epoch, workers=(0, 1, 2)))
     return made
 
@@ -26,6 +26,7 @@ def owners(group):
 def test_a_group_says_who_is_in_it_and_what_the_members_show_one_another():
     group = formed(groups())
     assert (group.topology, group.secret, group.chunk_bytes) == ("sharded", "s" * 32, 1 << 20)
+    assert group.max_bucket_bytes == 1 << 22
     assert [(m.worker_id, m.worker_name, m.address) for m in group.members] == [
         (0, "ant", "127.0.0.1:7000"),
         (1, "bee", "127.0.0.1:7001"),

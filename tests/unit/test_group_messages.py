@@ -1,5 +1,7 @@
 """Exchange groups, slices and bucket names as messages and back."""
 
+from dataclasses import replace
+
 import pytest
 
 from ayni.buckets import FLAT, Bucket
@@ -28,7 +30,17 @@ def test_what_names_no_bucket_is_refused(message):
 def test_a_group_and_a_slice_come_back_as_they_were():
     sharded = group(3 << 32 | 1, (0, 1), others=(2,))
     assert group_of(group_message(sharded)) == sharded
-    one = SliceDigest(bucket=FLAT, first_element=65536, num_elements=3, digests=b"d" * 16, squares=(1.0, 1e-20))
+    short = replace(sharded, max_bucket_bytes=1 << 20)
+    assert group_of(group_message(short)) == short
+    assert group_of(pb.ExchangeGroup(generation=1)).max_bucket_bytes == 16 << 30
+    one = SliceDigest(
+        bucket=FLAT,
+        first_element=65536,
+        num_elements=3,
+        digests=b"d" * 16,
+        squares=(1.0, 1e-20),
+        bucket_elements=65539,
+    )
     assert slice_of(slice_message(one)) == one
 
 

@@ -125,6 +125,17 @@ def test_where_fewer_bytes_took_as_long_there_is_no_further_change():
     assert changes(plan, 3.9) is None
 
 
+def test_after_a_restart_nothing_changes_before_it_was_measured_and_what_did_not_help_stays_known():
+    plan = LinkPlan("float32", 0.2)
+    found = changes(plan, 4.0)
+    assert found is not None
+    assert found[1].exchange_s == 4.0
+    assert changes(LinkPlan("bfloat16", 0.2, before_s=found[1].exchange_s), 3.9) is None
+    helped = changes(LinkPlan("bfloat16", 0.2, before_s=found[1].exchange_s), 2.0)
+    assert helped is not None
+    assert (helped[0], helped[1].wire_type) == (19, "int8")
+
+
 @given(exchange_s=SECONDS, compute_s=SECONDS, limit=LIMITS, microbatches=st.integers(1, 512))
 def test_local_updates_are_advised_more_inner_steps_and_no_other_wire_type(exchange_s, compute_s, limit, microbatches):
     found = advise(exchange_s, compute_s, 1000, "float32", limit, microbatches)

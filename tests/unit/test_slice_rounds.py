@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ayni import frames, tensors
-from ayni.buckets import FLAT
+from ayni.buckets import FLAT, Bucket
 from ayni.errors import (
     AyniError,
     BadChunk,
@@ -36,6 +36,7 @@ from ayni.step_values import ExchangeGroup, GroupMember, MicrobatchStats
 from ayni.tensors import TensorSpec
 from ayni.tree import cover
 from ayni.v1 import coordinator_pb2 as pb
+from tests.support.fuzz_peer_process import state_of
 from tests.unit.test_peer_messages import begin_of
 from worker_agent.peer_messages import begin_frame, slice_offer_of
 from worker_agent.slice_offers import Moment, SliceOffer, Terms
@@ -183,6 +184,18 @@ def test_who_comes_late_reads_the_mean_from_its_beginning():
         late = rounds.begin(offer(1, range(0), own))
         assert (await take(late)).tobytes() == early.tobytes()
         assert early.size == 2 * SEGMENT
+
+    run(scenario())
+
+
+def test_what_was_taken_down_of_a_slice_in_part_says_so():
+    async def scenario() -> None:
+        own, rounds = terms(num_owners=1), opened(terms(num_owners=1))
+        contribution = rounds.begin(offer(0, range(4), own))
+        assert [one.num_elements for one in rounds.digests()] == [0]
+        await send(contribution, whole_part(), 3)
+        (half,) = rounds.digests()
+        assert (half.num_elements, half.bucket_elements) == (3 * CHUNK_BYTES // 4, NUM_ELEMENTS)
 
     run(scenario())
 
@@ -362,6 +375,27 @@ def test_what_does_not_fit_is_refused_before_memory_is_taken(changes, refusal):
     run(scenario())
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_the_longest_bucket_is_what_the_group_was_told(dtype):
+    async def scenario() -> None:
+        own = terms(num_owners=1, dtype=dtype)
+        longest = NUM_ELEMENTS * tensors.position_bytes(dtype)
+        for limit, spec in ((longest - 1, offer(0, range(4), own).spec), (1 << 20, _huge(dtype))):
+            rounds = opened(replace(own, group=replace(own.group, max_bucket_bytes=limit)))
+            before = state_of(rounds)
+            with pytest.raises(TooLarge, match=f"1 to {limit} are taken") as refused:
+                rounds.begin(offer(0, range(4), own, spec=spec, stop=spec.num_elements))
+            assert refused.value.metadata["limit"] == str(limit)
+            assert state_of(rounds) == before
+        opened(replace(own, group=replace(own.group, max_bucket_bytes=longest))).begin(offer(0, range(4), own))
+
+    run(scenario())
+
+
+def _huge(dtype: str) -> TensorSpec:
+    return TensorSpec(dtype=dtype, num_elements=1 << 40)
+
+
 def test_who_owns_nothing_reduces_nothing():
     async def scenario() -> None:
         follower = terms(worker_id=2)
@@ -372,21 +406,56 @@ def test_who_owns_nothing_reduces_nothing():
     run(scenario())
 
 
-def test_what_contradicts_others_is_refused():
+def test_what_contradicts_others_is_refused_and_changes_nothing():
     async def scenario() -> None:
         own, rounds = terms(), opened()
-        rounds.begin(offer(0, range(2), own))
-        with pytest.raises(WeightMismatch):
-            rounds.begin(offer(1, range(0), own, stats=(MicrobatchStats(microbatch=1, weight=9),)))
-        with pytest.raises(Duplicate):
-            rounds.begin(offer(1, range(1, 3), own))
-        with pytest.raises(Duplicate, match="lease 100"):
-            rounds.begin(offer(1, range(2, 4), own, lease_id=100))
+        first, second = rounds.begin(offer(0, range(2), own)), rounds.begin(offer(1, range(2, 3), own))
+        await send(first, parts_of(range(2), gradients()))
+        before = state_of(rounds)
         parts = TensorSpec(dtype="float32", num_elements=NUM_ELEMENTS, component_sizes=(1, NUM_ELEMENTS - 1))
-        with pytest.raises(SpecMismatch):
-            rounds.begin(offer(1, range(2, 4), own, spec=parts))
+        for refusal, match, said in (
+            (WeightMismatch, "weight 9", offer(2, range(0), own, stats=(MicrobatchStats(microbatch=1, weight=9),))),
+            (WeightMismatch, "another bucket said 3", offer(2, range(3, 4), own, stats=_weighing(3, 9, 4))),
+            (Duplicate, "second time", offer(2, range(1, 3), own)),
+            (Duplicate, "second time", offer(2, range(1, 4), own)),
+            (Duplicate, "second time", offer(1, range(0, 4), own)),
+            (Duplicate, "lease 100", offer(2, range(3, 4), own, lease_id=100)),
+            (SpecMismatch, "component_sizes", offer(2, range(3, 4), own, spec=parts)),
+        ):
+            with pytest.raises(refusal, match=match):
+                rounds.begin(said)
+            assert state_of(rounds) == before
+        assert not first.failed
+        assert not second.failed
 
     run(scenario())
+
+
+def _weighing(first: int, *weights: int) -> tuple[MicrobatchStats, ...]:
+    """Micro-batches that end before `first` + 1, the last one with an own weight."""
+    numbers = range(first - len(weights) + 1, first + 1)
+    return tuple(MicrobatchStats(microbatch=m, weight=weight) for m, weight in zip(numbers, weights, strict=True))
+
+
+def test_no_more_buckets_are_taken_than_there_can_be(monkeypatch):
+    async def scenario() -> None:
+        own, rounds = terms(), opened()
+        for number in range(2):
+            rounds.begin(_whole(own, number))
+        before = state_of(rounds)
+        with pytest.raises(TooLarge, match="2 buckets"):
+            rounds.begin(_whole(own, 2))
+        assert state_of(rounds) == before
+        rounds.begin(replace(_whole(own, 1), worker_id=1, lease_id=101, stats=()))
+
+    monkeypatch.setattr("worker_agent.slice_rounds._MOST_BUCKETS", 2)
+    run(scenario())
+
+
+def _whole(own: Terms, number: int) -> SliceOffer:
+    bucket = Bucket("block", number)
+    start, stop = slice_bounds(NUM_ELEMENTS, len(own.group.owners), bucket)[own.worker_id]
+    return replace(offer(0, range(4), own), bucket=bucket, start=start, stop=stop)
 
 
 def test_a_damaged_chunk_is_refused():

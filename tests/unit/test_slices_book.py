@@ -13,7 +13,7 @@ from ayni.tensors import TensorSpec
 from coordinator_service.leases import Lease, Moment
 from coordinator_service.slices_book import SlicesBook
 from coordinator_service.steps import Step
-from tests.support.peer_groups import group, means, slices_of, taken_down
+from tests.support.peer_groups import NAMES, group, means, slices_of, taken_down
 
 SEGMENT = 65536
 SIZES = {"flat": 3 * SEGMENT + 17, "b0": 5, "b1": SEGMENT, "b2": 9 * SEGMENT - 1}
@@ -93,6 +93,8 @@ def test_only_owners_have_slices():
     ("changes", "sentence"),
     [
         ({"first_element": 5}, "from a multiple of 65536 on"),
+        ({"first_element": 1 << 63}, "from a multiple of 65536 on"),
+        ({"bucket_elements": 1 << 63}, "a slice has 1 to"),
         ({"num_elements": 0}, "a slice has 1 to"),
         ({"num_elements": SEGMENT + 1}, "16 bytes of digests, not 32"),
         ({"digests": b""}, "0 bytes of digests, not 16"),
@@ -124,10 +126,61 @@ def test_slices_that_do_not_make_up_every_bucket_are_found():
         ({0: own[0], 1: own[1][1:]}, "slices is"),
         ({1: own[1]}, "slices is"),
         ({0: own[0][:1], 1: own[1][:1]}, "num_buckets is 1; 2 is expected"),
-        ({0: own[0], 1: (replace(own[1][0], first_element=3 * SEGMENT), own[1][1])}, "bee took down"),
     ):
         book = SlicesBook("step 7", members)
         for worker, slices in said.items():
             book.take_down(worker, slices)
         with pytest.raises(SpecMismatch, match=sentence):
             book.check_whole(2)
+
+
+def test_a_slice_that_never_came_is_missed_wherever_it_lies():
+    """Also where what came would make up a shorter bucket: the last slices are missed by the bucket's length alone."""
+    names = [f"b{number}" for number in range(4)]
+    for owners in ((0, 1), (0, 1, 2), (0, 1, 2, 3)):
+        members, values = group(1, owners), means(**dict.fromkeys(names, len(owners) * SEGMENT - 7))
+        for silent in owners:
+            book = SlicesBook("step 7", members)
+            for worker in owners:
+                said = slices_of(members, worker, values)
+                book.take_down(worker, said[1:] if worker == silent else said)
+            with pytest.raises(SpecMismatch, match=f"of block 0 .*{NAMES[silent]} took down nothing"):
+                book.check_whole(len(values))
+
+
+def test_without_the_length_of_the_bucket_a_missing_last_slice_can_go_unseen():
+    """What workers that do not say the length are still taken at: the reason for saying it."""
+    members, values = group(1, (0, 1)), means(b0=2 * SEGMENT - 7)
+    book = SlicesBook("step 7", members)
+    book.take_down(0, [replace(one, bucket_elements=0) for one in slices_of(members, 0, values)])
+    book.check_whole(1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"first_element": 3 * SEGMENT}, "of flat, which has 262144 elements, bee took it down"),
+        (
+            {"num_elements": SEGMENT, "digests": b"d" * 16},
+            r"slice is \(131072, 196608\); \(131072, 262144\) is expected",
+        ),
+        ({"first_element": SEGMENT, "num_elements": 3 * SEGMENT, "digests": b"d" * 48}, r"slice is \(65536, 262144\)"),
+        ({"bucket_elements": 4 * SEGMENT + 1}, "bucket_elements is 262145; 262144 is expected: ant and bee reduce"),
+        ({"bucket_elements": 0, "first_element": 3 * SEGMENT}, ""),
+    ],
+)
+def test_a_slice_that_is_short_or_overlaps_is_refused_by_name_at_once(changes, sentence):
+    members, values = group(1, (0, 1)), means(flat=4 * SEGMENT)
+    book = SlicesBook("step 7", members)
+    book.take_down(0, slices_of(members, 0, values))
+    (own,) = slices_of(members, 1, values)
+    if sentence:
+        with pytest.raises(SpecMismatch, match=sentence):
+            book.take_down(1, [replace(own, **changes)])
+        assert book.num_elements == 2 * SEGMENT
+        book.take_down(1, [own])
+        book.check_whole(1)
+    else:
+        book.take_down(1, [replace(own, **changes)])
+        with pytest.raises(SpecMismatch, match="bee took down"):
+            book.check_whole(1)

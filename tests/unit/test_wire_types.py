@@ -1,5 +1,6 @@
 """A run's wire type: it becomes narrower or stays, and is what its store and its file say."""
 
+import math
 import re
 from typing import Any
 
@@ -21,7 +22,9 @@ def test_what_was_chosen_outlives_a_restart_and_steps_that_are_made_again():
     assert types.at(20) == "float32"
     types.choose("bfloat16")
     assert [types.at(step) for step in (21, 5)] == ["bfloat16"] * 2
-    again = WireTypes("float32", {}, "bfloat16")
+    assert types.exchange_before_s == math.inf
+    again = WireTypes("float32", {}, "bfloat16", repr(0.1))
+    assert again.exchange_before_s == 0.1
     assert (again.now, again.at(0)) == ("bfloat16", "bfloat16")
     again.choose("int8")
     assert again.now == "int8"

@@ -42,17 +42,37 @@ def arrived(frame: bytes, label: str, dtype: str, chunk_elements: int) -> Arrive
     if not isinstance(chunk, ChunkView) or chunk.shared is not None:
         kind = f"field {number}" if not isinstance(chunk, ChunkView) else "bytes in shared memory"
         raise _bad(label, "frame", "a chunk with data", kind)
+    offset = first_element(chunk, label, dtype)
+    return Arrived(part=chunk.part, offset=offset, values_C=decoded(chunk, label, dtype, chunk_elements))
+
+
+def first_element(chunk: ChunkView, label: str, dtype: str) -> int:
+    """Returns where a chunk begins, in elements.
+
+    Raises:
+        BadChunk: inside an element.
+    """
     size = tensors.position_bytes(dtype)
     if chunk.offset_bytes % size:
-        raise _bad(label, "offset", f"a multiple of {size}", chunk.offset_bytes)
+        raise _bad(label, "offset", f"a multiple of {size}", chunk.offset_bytes, "; it begins inside an element")
+    return chunk.offset_bytes // size
+
+
+def decoded(chunk: ChunkView, label: str, dtype: str, chunk_elements: int) -> Floats:
+    """Returns the values of a chunk, shape [C], float32: a read-only view of the frame for float32.
+
+    Raises:
+        BadChunk: it is too long, which may take four times its bytes to decode, or holds no whole elements.
+        Checksum: see `_check_crc`.
+    """
     most = tensors.payload_bytes(chunk_elements, dtype)
     if len(chunk.data) > most:
         raise _bad(label, "length", f"at most {most}", len(chunk.data))
-    check_crc(label, chunk)
-    return Arrived(part=chunk.part, offset=chunk.offset_bytes // size, values_C=tensors.decode(chunk.data, dtype))
+    _check_crc(label, chunk)
+    return tensors.decode(chunk.data, dtype)
 
 
-def check_crc(label: str, chunk: ChunkView) -> None:
+def _check_crc(label: str, chunk: ChunkView) -> None:
     """Compares a chunk's bytes with its CRC-32, if it has one.
 
     Raises:
@@ -67,9 +87,9 @@ def check_crc(label: str, chunk: ChunkView) -> None:
         )
 
 
-def _bad(label: str, field: str, expected: object, received: object) -> BadChunk:
+def _bad(label: str, field: str, expected: object, received: object, detail: str = "") -> BadChunk:
     return BadChunk(
-        f"{label}: a chunk has {field} {received}; expected {expected}",
+        f"{label}: a chunk has {field} {received}; expected {expected}{detail}",
         field=field,
         expected=expected,
         received=received,

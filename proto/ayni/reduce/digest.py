@@ -41,6 +41,11 @@ class MeanDigest:
         self._add_squares(mean_C)
         self._num_elements += mean_C.size
 
+    @property
+    def num_elements(self) -> int:
+        """Elements so far."""
+        return self._num_elements
+
     def hexdigest(self) -> str:
         """Returns the hash of the mean so far in hex, over its bytes as float32, little-endian."""
         return join_digests(self.digests())

@@ -202,16 +202,10 @@ class Round:
             SpecMismatch: another tensor than the round's.
             Duplicate: the lease has begun, or a micro-batch is declared by another.
         """
+        if lease in self._contributions:
+            raise self._duplicate(name, weights)
+        is_held = self.check(lease, name, spec, weights)
         self._spec_of = self._spec_of or name
-        self._check_spec(name, spec)
-        known = self._weights.keys() & weights.keys()
-        is_held = bool(weights) and len(known) == len(weights) and self._is_settled(min(weights), max(weights) + 1)
-        if lease in self._contributions or (known and not is_held):
-            raise Duplicate(
-                f"{self.label}: worker {name} contributes micro-batches {_span(weights)} a second time",
-                bucket=self.label,
-                contributed=_span(weights),
-            )
         start, stop = (min(weights), max(weights) + 1) if weights else (0, 0)
         parts = cover(start, stop, self._root.stop) if weights and not is_held else []
         self._contributions[lease] = _Contribution(
@@ -223,6 +217,24 @@ class Round:
         if not (self._declared or any(self._absent(part) for part in parts)):
             return []
         return self._settle()
+
+    def check(self, lease: int, name: str, spec: TensorSpec, weights: dict[int, int]) -> bool:
+        """Refuses what `begin` would, once what the lease itself contributed before was dropped; changes nothing.
+
+        Returns:
+            Whether the micro-batches came already, with leases that have ended.
+
+        Raises:
+            SpecMismatch, Duplicate: see `begin`.
+        """
+        self._check_spec(name, spec)
+        own = self._contributions.get(lease)
+        before = range(own.start, own.stop) if own and not own.is_held else range(0)
+        known = {microbatch for microbatch in self._weights.keys() & weights.keys() if microbatch not in before}
+        is_held = bool(weights) and len(known) == len(weights) and self._is_settled(min(weights), max(weights) + 1)
+        if known and not is_held:
+            raise self._duplicate(name, weights)
+        return is_held
 
     def drop(self, lease: int, *, is_over: bool = True) -> tuple[Fate, list[Reduced]]:
         """Takes a contribution out as far as that is possible.
@@ -303,6 +315,11 @@ class Round:
                     received=received,
                     bucket=self.label,
                 )
+
+    def _duplicate(self, name: str, weights: dict[int, int]) -> Duplicate:
+        span = _span(weights)
+        sentence = f"{self.label}: worker {name} contributes micro-batches {span} a second time"
+        return Duplicate(sentence, bucket=self.label, contributed=span)
 
     def _check_chunk(self, contribution: _Contribution, part: int, offset: int, values_C: Values) -> None:
         if not part < len(contribution.parts) or self._absent(contribution.parts[part]):

@@ -22,6 +22,12 @@ class ThreadDigest(MeanDigest):
         """Has the next chunk taken; it must not change afterwards."""
         self._pending.append(_thread().submit(super().add, mean_C))
 
+    @property
+    def num_elements(self) -> int:
+        """See `MeanDigest.num_elements`."""
+        self._join()
+        return super().num_elements
+
     def digests(self) -> list[bytes]:
         """See `MeanDigest.digests`."""
         self._join()

@@ -646,6 +646,7 @@ class ExchangeGroup(_message.Message):
     MEMBERS_FIELD_NUMBER: _builtins.int
     SECRET_FIELD_NUMBER: _builtins.int
     CHUNK_BYTES_FIELD_NUMBER: _builtins.int
+    MAX_BUCKET_BYTES_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     """Numbers the groups of a run, from 1; only grows, over restarts of the coordinator too."""
     topology: _builtins.str
@@ -654,6 +655,10 @@ class ExchangeGroup(_message.Message):
     """Secret that the members show one another as metadata "ayni-group". At least 16 bytes, in hex."""
     chunk_bytes: _builtins.int
     """Every chunk but a slice's last one carries exactly this many bytes; see RoundAccepted."""
+    max_bucket_bytes: _builtins.int
+    """Longest bucket of which a slice is reduced, in bytes (with DTYPE_INT8 those of DTYPE_FLOAT32); owners refuse longer
+    ones with TOO_LARGE. 0 from a coordinator that does not say it: 16 GiB.
+    """
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupMember]:
         """All workers of the attempt that are left, by rank."""
@@ -666,10 +671,11 @@ class ExchangeGroup(_message.Message):
         members: _abc.Iterable[Global___GroupMember] | None = ...,
         secret: _builtins.str = ...,
         chunk_bytes: _builtins.int = ...,
+        max_bucket_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_bytes", b"chunk_bytes", "generation", b"generation", "members", b"members", "secret", b"secret", "topology", b"topology"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_bytes", b"chunk_bytes", "generation", b"generation", "max_bucket_bytes", b"max_bucket_bytes", "members", b"members", "secret", b"secret", "topology", b"topology"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -792,12 +798,17 @@ class SliceDigest(_message.Message):
     NUM_ELEMENTS_FIELD_NUMBER: _builtins.int
     DIGESTS_FIELD_NUMBER: _builtins.int
     SQUARES_FIELD_NUMBER: _builtins.int
+    BUCKET_ELEMENTS_FIELD_NUMBER: _builtins.int
     first_element: _builtins.int
     """First element of the slice in the bucket; a multiple of 65536."""
     num_elements: _builtins.int
     """Elements of the slice."""
     digests: _builtins.bytes
     """XXH3-128 (16 bytes, big-endian) of each 65536 elements of the mean as little-endian float32, in order."""
+    bucket_elements: _builtins.int
+    """Elements of the whole bucket, so that a slice that is missing, short or in the wrong place is known as such; 0 from
+    a worker that does not say it.
+    """
     @_builtins.property
     def bucket(self) -> Global___BucketName:
         """The bucket."""
@@ -814,10 +825,11 @@ class SliceDigest(_message.Message):
         num_elements: _builtins.int = ...,
         digests: _builtins.bytes = ...,
         squares: _abc.Iterable[_builtins.float] | None = ...,
+        bucket_elements: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket", "digests", b"digests", "first_element", b"first_element", "num_elements", b"num_elements", "squares", b"squares"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket", "bucket_elements", b"bucket_elements", "digests", b"digests", "first_element", b"first_element", "num_elements", b"num_elements", "squares", b"squares"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
