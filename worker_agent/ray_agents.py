@@ -43,6 +43,9 @@ class AgentActor:
         except SystemExit as end:
             return end.code if isinstance(end.code, int) else WRONG_USE
 
+    def ready(self) -> None:
+        """Does nothing; where this can be called the actor is there."""
+
 
 @dataclass(kw_only=True, slots=True)
 class _Agent:
@@ -59,8 +62,10 @@ class _Crew:
     arguments: Sequence[str]
     variables: Mapping[str, str]
     agents: list[_Agent]
-    restarts: int
     calls: dict[Any, _Agent] = field(default_factory=dict)
+    """Lives under way."""
+    returns: dict[Any, _Agent] = field(default_factory=dict)
+    """Lost agents whose actors Ray is starting again: their next life begins when they can be called."""
     is_over: bool = False
 
     def call(self, agent: _Agent) -> None:
@@ -68,14 +73,22 @@ class _Crew:
         self.calls[agent.actor.train.remote(list(self.arguments), variables)] = agent
 
     def look(self, seconds: float) -> None:
-        """Waits for an agent's end, for so long at most, and decides what comes of it."""
-        ended, _ = self.ray.wait(list(self.calls), num_returns=1, timeout=seconds)
+        """Waits for a change, for so long at most, and decides what comes of it."""
+        ended, _ = self.ray.wait([*self.calls, *self.returns], num_returns=1, timeout=seconds)
         for call in ended:
-            agent = self.calls.pop(call)
+            is_return = call in self.returns
+            agent = self.returns.pop(call) if is_return else self.calls.pop(call)
             try:
-                self._ended(agent, self.ray.get(call))
+                result = self.ray.get(call)
             except self.ray.exceptions.RayActorError as error:
-                self._again(agent, f"was lost ({type(error).__name__}: {str(error).splitlines()[0]})")
+                self._lost(agent, _first_line(error), is_return)
+            except self.ray.exceptions.RayError as error:
+                _log.error("agent %d could not live: %s", agent.rank, _first_line(error))
+            else:
+                if not is_return:
+                    self._ended(agent, result)
+                elif not self.is_over:
+                    self.call(agent)
 
     def _ended(self, agent: _Agent, code: int) -> None:
         if code == DONE:
@@ -85,13 +98,19 @@ class _Crew:
         else:
             _log.error("agent %d ended with code %d; its log says why", agent.rank, code)
 
+    def _lost(self, agent: _Agent, why: str, was_lost_before: bool) -> None:
+        if was_lost_before:
+            _log.error("agent %d is not started again by Ray (%s)", agent.rank, why)
+        else:
+            self._again(agent, f"was lost ({why})")
+
     def _again(self, agent: _Agent, why: str) -> None:
-        if self.is_over or 0 <= self.restarts <= agent.attempt:
-            _log.warning("agent %d %s, and is not started again", agent.rank, why)
+        if self.is_over:
             return
         agent.attempt += 1
         _log.warning("agent %d %s; attempt %d begins where there is room", agent.rank, why, agent.attempt)
-        self.call(agent)
+        # Unlike a life this may be called again by Ray: it waits until the actor is back.
+        self.returns[agent.actor.ready.options(max_task_retries=-1).remote()] = agent
 
 
 def run_agents(config: RayConfig, arguments: Sequence[str]) -> int:
@@ -130,12 +149,12 @@ def _drive(ray: Any, config: RayConfig, arguments: Sequence[str], variables: Map
     options = {"num_cpus": config.cpus, "num_gpus": config.gpus, "max_restarts": config.restarts, "max_task_retries": 0}
     actor_class = ray.remote(**options)(AgentActor)
     agents = [_Agent(rank=rank, actor=actor_class.remote()) for rank in range(config.agents)]
-    crew = _Crew(ray=ray, arguments=arguments, variables=variables, agents=agents, restarts=config.restarts)
+    crew = _Crew(ray=ray, arguments=arguments, variables=variables, agents=agents)
     _log.info("%d agents, each with %g processors and %g GPUs", config.agents, config.cpus, config.gpus)
     try:
         for agent in agents:
             crew.call(agent)
-        while crew.calls and not crew.is_over:
+        while (crew.calls or crew.returns) and not crew.is_over:
             crew.look(_LOOK_SECONDS)
         for _ in range(int(_FAREWELL_SECONDS / _LOOK_SECONDS)):
             if crew.calls:
@@ -144,6 +163,10 @@ def _drive(ray: Any, config: RayConfig, arguments: Sequence[str], variables: Map
         for agent in agents:
             ray.kill(agent.actor)
     return DONE if crew.is_over else FAILED
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def _load_ray() -> Any:

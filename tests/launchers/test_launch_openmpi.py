@@ -11,7 +11,7 @@ def mpirun(where: Place, *flags: str) -> list[str]:
 
 def test_mpirun_starts_a_whole_run(plain: str) -> None:
     with place() as where:
-        said = finish(where, *mpirun(where), PYTHON, *agent_command(where), extra={"TMPDIR": str(where.folder)})
+        said = finish(where, *mpirun(where), PYTHON, *agent_command(where))
         assert where.final_parameters() == plain
         for rank in (0, 1):
             assert f"launch.rank {rank} [OMPI_COMM_WORLD_RANK of Open MPI], launch.world_size 2" in said

@@ -38,7 +38,7 @@ def test_slurm_starts_a_whole_run_and_a_killed_agent_costs_it_nothing(plain: str
             at_gate = where.wait_at_gate(2)
             os.kill(next(pid for pid in at_gate if where.name_of(pid, "SLURM_PROCID") == "1"), signal.SIGKILL)
             where.gate.touch()
-            assert process.wait(90) == 128 + signal.SIGKILL, "srun says that one of its tasks was killed"
+            assert process.wait(180) == 128 + signal.SIGKILL, "srun says that one of its tasks was killed"
         said = (where.folder / "job.log").read_text()
         assert where.final_parameters() == plain, said
         assert "step 39 committed: " in said

@@ -37,7 +37,7 @@ def test_a_restart_by_torchrun_goes_on_with_the_run(plain: str) -> None:
             assert not [line for line in where.processes().values() if TOKEN in line]
             where.gate.touch()
             os.kill(next(pid for pid in at_gate if where.name_of(pid, "RANK") == "1"), signal.SIGKILL)
-            assert process.wait(90) == 0, log.read_text()
+            assert process.wait(180) == 0, log.read_text()
         assert "launch.attempt 1 [TORCHELASTIC_RESTART_COUNT of torchrun]" in log.read_text()
         assert where.final_parameters() == plain
         assert not where.processes()

@@ -29,7 +29,7 @@ RUN: dict[str, Any] = {
     "task": {"name": GATED, "options": {"dropout": 0.25}},
     "batch": {"samples": 10, "microbatches": 5, "evaluation_samples": 4},
     "optimizer": {"learning_rate": 0.05},
-    "timeouts": {"shutdown": "20s", "lease": "4s", "accept": "6s"},
+    "timeouts": {"shutdown": "20s", "lease": "6s", "accept": "8s"},
 }
 MARK = "AYNI_TEST_MARK"
 """Every process of a test carries it in its environment, however it was started, so that it can be found and ended."""
@@ -66,6 +66,7 @@ class Place:
             "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "proto"))),
             "PYTHONUNBUFFERED": "1",
             "OMP_NUM_THREADS": "1",
+            "TMPDIR": str(self.folder),
             "AYNI_TOKEN_FILE": str(self.folder / "run.token"),
             "AYNI_BACKEND": "cpu",
             "AYNI_TENSORBOARD": "false",
@@ -82,7 +83,7 @@ class Place:
         """What makes each agent wait before a micro-batch until the gate opens."""
         return {"AYNI_TEST_GATE": str(self.gate), "AYNI_TEST_GATE_AFTER": str(after)}
 
-    def wait_at_gate(self, count: int, timeout: float = 90.0) -> list[int]:
+    def wait_at_gate(self, count: int, timeout: float = 120.0) -> list[int]:
         """Waits until so many agents are at the gate; returns their process ids."""
         self.wait_for(lambda: len(list(self.folder.glob("gate.*"))) == count, f"{count} agents at the gate", timeout)
         return [int(path.suffix[1:]) for path in self.folder.glob("gate.*")]
@@ -101,10 +102,14 @@ class Place:
         """What a process has as a variable of its environment."""
         return dict(line.partition("=")[::2] for line in _environ(pid).decode().split("\0")).get(variable, "")
 
-    def wait_for(self, condition: Callable[[], object], what: str, timeout: float = 60.0) -> None:
+    def wait_for(
+        self, condition: Callable[[], object], what: str, timeout: float = 60.0, log: Path | None = None
+    ) -> None:
+        """Waits for a condition; where it does not come true in time, fails and shows a log."""
         deadline = time.monotonic() + timeout
         while not condition():
-            assert time.monotonic() < deadline, f"not within {timeout} s: {what}"
+            said = f" in:\n{log.read_text()}" if log and time.monotonic() >= deadline else ""
+            assert time.monotonic() < deadline, f"not within {timeout} s: {what}{said}"
             select.select([], [], [], 0.05)
 
 
@@ -165,7 +170,7 @@ def program(name: str) -> str:
 
 
 def finish(
-    where: Place, *command: str, timeout: float = 90.0, code: int = 0, extra: Mapping[str, str] | None = None
+    where: Place, *command: str, timeout: float = 180.0, code: int = 0, extra: Mapping[str, str] | None = None
 ) -> str:
     """Runs a launcher to its end and returns all that it and its agents wrote."""
     log = where.folder / "launcher.log"
