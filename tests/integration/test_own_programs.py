@@ -254,7 +254,8 @@ def test_a_program_that_comes_late_is_refused_and_changes_nothing(two: Coordinat
                 joined(two, small_model(), "late")
             come.set()
             return []
-        model, seen = small_model(), []
+        model = small_model()
+        seen: list[torch.Tensor] = []
         with joined(two, model, f"w{index}") as run:
             while not come.is_set() and len(seen) < 2000:
                 model.zero_grad()

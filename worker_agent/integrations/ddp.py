@@ -91,7 +91,7 @@ def _on_host(bucket: GradBucket) -> _Bucket:
         for parameter, gradient in pairs
         for start in [gradient.storage_offset() - first]
     ]
-    devices = [buffer.device] if buffer.is_cuda else None
+    devices: Any = [buffer.device] if buffer.is_cuda else None
     return _Bucket(torch.futures.Future(devices=devices), buffer, host, views)
 
 
