@@ -48,7 +48,8 @@ LANGUAGES = {
 
 def missing(language: str) -> list[str]:
     """Returns a line for everything that the language's example needs and this machine lacks."""
-    named = (EXAMPLES / language / "packages.txt").read_text().split()
+    listed = EXAMPLES / language / "packages.txt"
+    named = listed.read_text().split() if listed.exists() else []
     packages = [name for name in named if not _is_installed(name)] if shutil.which("dpkg-query") else []
     programs = [name for name in LANGUAGES[language].programs if shutil.which(name) is None]
     lines = [f"apt-get install {' '.join(packages)}"] if packages else []
