@@ -81,7 +81,7 @@ equality: $(SETUP) ## show that N workers give the run that one process gives
 	$(ONE_THREAD) $(BIN)/python tests/bench/equality.py
 
 # LANG is also the name of the locale variable, so it counts only where it was typed: make stubs LANG=go
-stubs: $(SETUP) ## stubs for another language: LANG=go|cpp|java|typescript|ruby|rust|csharp
+stubs: $(SETUP) ## stubs for another language: LANG=go|cpp|java|typescript|ts-proto|ruby|rust|csharp
 	@$(BIN)/python scripts/gen_stubs.py $(if $(filter command,$(firstword $(origin LANG))),$(LANG))
 
 interop: $(SETUP) ## workers in other languages beside a Python one, in one run, with the same parameters to the byte

@@ -29,8 +29,11 @@ TOOLS = {
         "protoc-gen-prost": "cargo install protoc-gen-prost",
         "protoc-gen-tonic": "cargo install protoc-gen-tonic",
     },
-    "csharp": {"protoc": PROTOC, "grpc_csharp_plugin": "the NuGet package Grpc.Tools, its tools folder put on PATH"},
+    "csharp": {"protoc": PROTOC},
 }
+# Where a plugin is not to be had everywhere: what its template adds is made where it is on PATH.
+SERVICES = {"csharp": "grpc_csharp_plugin"}
+BUILD_MAKES_SERVICES = "A .NET project makes its own, with the package Grpc.Tools; see examples/clients/csharp."
 
 
 def search_path() -> str:
@@ -54,10 +57,16 @@ def generate(language: str, path: str) -> Path:
     out = ROOT / "build" / "stubs" / language
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
-    template = ROOT / "proto" / f"buf.gen.{language}.yaml"
-    command = [str(shutil.which("buf", path=path)), "generate", "--template", str(template), "--output", str(out)]
-    subprocess.run([*command, str(ROOT / "proto")], check=True, env={**os.environ, "PATH": path})
+    names = [language, f"{language}-services"] if has_services(language, path) else [language]
+    for template in (ROOT / "proto" / f"buf.gen.{name}.yaml" for name in names):
+        command = [str(shutil.which("buf", path=path)), "generate", "--template", str(template), "--output", str(out)]
+        subprocess.run([*command, str(ROOT / "proto")], check=True, env={**os.environ, "PATH": path})
     return out
+
+
+def has_services(language: str, path: str) -> bool:
+    """Tells whether the services have a template of their own, and its plugin is there."""
+    return language in SERVICES and shutil.which(SERVICES[language], path=path) is not None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,6 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except subprocess.CalledProcessError:
         print(f"buf could not generate the {language} stubs; its message is above", file=sys.stderr)
         return 1
+    if language in SERVICES and not has_services(language, path):
+        print(f"Messages only: {SERVICES[language]} is not on PATH. {BUILD_MAKES_SERVICES}", file=sys.stderr)
     print(*sorted(str(file.relative_to(ROOT)) for file in out.rglob("*") if file.is_file()), sep="\n")
     return 0
 

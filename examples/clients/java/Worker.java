@@ -29,8 +29,8 @@ public final class Worker {
   private final LeastSquares model = new LeastSquares();
   private volatile long epoch = 0;
   private volatile long step = -1;
-  private double firstLoss = Double.NaN;
-  private double loss = Double.NaN;
+  /** One for each update that the parameters have had. */
+  private final List<Double> losses = new ArrayList<>();
 
   private Worker(ManagedChannel channel, JoinResponse membership, Metadata headers) {
     headers.put(key("ayni-session"), membership.getSession());
@@ -54,7 +54,7 @@ public final class Worker {
     String token = Files.readString(Path.of(flags.get("--token-file"))).strip();
     headers.put(key("authorization"), "Bearer " + token);
     String name = flags.get("--name");
-    ManagedChannel channel = Grpc.newChannelBuilder(flags.get("--coordinator"), credentials(flags.get("--ca"))).build();
+    ManagedChannel channel = open(flags.get("--coordinator"), flags.get("--ca"));
     JoinResponse membership = join(channel, name, headers);
     log("joined run %s as worker %d", membership.getRunId(), membership.getWorkerId());
     var worker = new Worker(channel, membership, headers);
@@ -82,10 +82,14 @@ public final class Worker {
     return flags;
   }
 
-  private static ChannelCredentials credentials(String ca) throws IOException {
-    return ca == null
-        ? InsecureChannelCredentials.create()
-        : TlsChannelCredentials.newBuilder().trustManager(new File(ca)).build();
+  private static ManagedChannel open(String address, String ca) throws IOException {
+    ChannelCredentials plain = InsecureChannelCredentials.create();
+    try {
+      var secure = ca == null ? plain : TlsChannelCredentials.newBuilder().trustManager(new File(ca)).build();
+      return Grpc.newChannelBuilder(address, secure).build();
+    } catch (UnsupportedOperationException error) {
+      throw new Failure("this netty has no TLS; take grpc-netty-shaded in its place: " + error.getMessage());
+    }
   }
 
   private static JoinResponse join(ManagedChannel channel, String name, Metadata headers) {
@@ -163,6 +167,7 @@ public final class Worker {
 
   private void attempt(Assignment assignment) throws InterruptedException {
     check(assignment.getKind() == StepKind.STEP_KIND_TRAIN, "this example does not evaluate");
+    check(assignment.getStep() == losses.size(), "this worker has missed a commit");
     epoch = assignment.getEpoch();
     step = assignment.getStep();
     try {
@@ -170,8 +175,7 @@ public final class Worker {
       float[] mean = reduce(assignment, shard);
       CommitStepResponse commit = commit(assignment, shard);
       model.update(mean, commit);
-      loss = commit.getGlobalLoss();
-      firstLoss = Double.isNaN(firstLoss) ? loss : firstLoss;
+      losses.add(commit.getGlobalLoss());
     } catch (StatusRuntimeException error) {
       if (!VOID.contains(reason(error))) {
         throw error;
@@ -261,7 +265,9 @@ public final class Worker {
     check(end.getFinished(), "the run was stopped before its last step");
     System.out.printf("{\"language\": \"java\", \"worker\": %s, \"steps\": %d, \"parameters_sha256\": \"%s\", ",
         quoted(name), end.getCommittedSteps(), model.hash());
-    System.out.println("\"first_loss\": " + firstLoss + ", \"loss\": " + loss + "}");
+    double first = losses.get(0);
+    double last = losses.get(losses.size() - 1);
+    System.out.println("\"first_loss\": " + first + ", \"loss\": " + last + "}");
   }
 
   /** What the coordinator says on a gradient stream: frames, and then an error or nothing. */

@@ -205,6 +205,7 @@ class Worker
 
   def attempt(lease)
     raise "this example does not evaluate" unless lease.kind == :STEP_KIND_TRAIN
+    raise "this worker has missed a commit" unless lease.step == @losses.size
 
     @epoch, @step = lease.epoch, lease.step
     stats, parts = @model.compute(lease)

@@ -189,6 +189,7 @@ class Worker {
 
   private async attempt(lease: Assignment): Promise<void> {
     check(lease.kind === StepKind.TRAIN, "this example does not evaluate");
+    check(Number(lease.step) === this.losses.length, "this worker has missed a commit");
     this.at = { epoch: lease.epoch, step: lease.step };
     try {
       const shard = this.model.compute(lease);
