@@ -31,6 +31,8 @@ class Language:
     """Programs that must be there, wherever they come from."""
     stubs: str = ""
     """Language of scripts/gen_stubs.py whose stubs it is given; empty where it generates its own."""
+    only_if_asked: bool = False
+    """Whether it runs only where it is named: its compiler is in no distribution that CI has."""
 
 
 LANGUAGES = {
@@ -42,8 +44,9 @@ LANGUAGES = {
     "typescript": Language(programs=("node", "npm")),
     "typescript-grpc": Language(programs=("node", "npm")),
     "ruby": Language(programs=("ruby",), stubs="ruby"),
+    "csharp": Language(programs=("dotnet",), stubs="csharp", only_if_asked=True),
 }
-"""Every language that is compiled and run here. Python is always among the workers."""
+"""Every language that can be compiled and run here. Python is always among the workers."""
 
 
 def missing(language: str) -> list[str]:
