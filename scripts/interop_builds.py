@@ -44,7 +44,7 @@ LANGUAGES = {
     "typescript": Language(programs=("node", "npm")),
     "typescript-grpc": Language(programs=("node", "npm")),
     "ruby": Language(programs=("ruby",), stubs="ruby"),
-    "csharp": Language(programs=("dotnet",), stubs="csharp", only_if_asked=True),
+    "csharp": Language(programs=("dotnet",), only_if_asked=True),
 }
 """Every language that can be compiled and run here. Python is always among the workers."""
 
