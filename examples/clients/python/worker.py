@@ -296,7 +296,7 @@ def position_of(lease: pb.Assignment, microbatch: int) -> int:
 
 def reason(error: grpc.RpcError) -> str:
     """Why a call was refused; empty where the transport broke."""
-    trailing = dict(error.trailing_metadata() or ()) if isinstance(error, grpc.Call) else {}
+    trailing: dict[str, Any] = dict(error.trailing_metadata() or ()) if isinstance(error, grpc.Call) else {}
     return str(trailing.get("ayni-reason", ""))
 
 
