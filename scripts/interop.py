@@ -66,12 +66,13 @@ def compare(printed: Mapping[str, Mapping[str, Any]], alone: Mapping[str, Mappin
 
 
 def _parser() -> argparse.ArgumentParser:
+    usual = [name for name, language in LANGUAGES.items() if not language.only_if_asked]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--languages",
         type=_languages,
-        default=list(LANGUAGES),
-        help=f"separated by commas, beside Python (default: {','.join(LANGUAGES)})",
+        default=usual,
+        help=f"from {', '.join(LANGUAGES)}; separated by commas, beside Python (default: {','.join(usual)})",
     )
     parser.add_argument("--output-dir", type=Path, default=ROOT / "out" / "interop", help="folder for logs and state")
     return parser

@@ -31,6 +31,8 @@ class Language:
     """Programs that must be there, wherever they come from."""
     stubs: str = ""
     """Language of scripts/gen_stubs.py whose stubs it is given; empty where it generates its own."""
+    only_if_asked: bool = False
+    """Whether it runs only where it is named: its compiler is in no distribution that CI has."""
 
 
 LANGUAGES = {
@@ -42,13 +44,15 @@ LANGUAGES = {
     "typescript": Language(programs=("node", "npm")),
     "typescript-grpc": Language(programs=("node", "npm")),
     "ruby": Language(programs=("ruby",), stubs="ruby"),
+    "csharp": Language(programs=("dotnet",), only_if_asked=True),
 }
-"""Every language that is compiled and run here. Python is always among the workers."""
+"""Every language that can be compiled and run here. Python is always among the workers."""
 
 
 def missing(language: str) -> list[str]:
     """Returns a line for everything that the language's example needs and this machine lacks."""
-    named = (EXAMPLES / language / "packages.txt").read_text().split()
+    listed = EXAMPLES / language / "packages.txt"
+    named = listed.read_text().split() if listed.exists() else []
     packages = [name for name in named if not _is_installed(name)] if shutil.which("dpkg-query") else []
     programs = [name for name in LANGUAGES[language].programs if shutil.which(name) is None]
     lines = [f"apt-get install {' '.join(packages)}"] if packages else []

@@ -30,7 +30,6 @@ def test_a_worker_of_generated_stubs_alone_survives_a_death_with_the_same_parame
     assert finished.returncode == 0, finished.stderr
     result = json.loads(finished.stdout.splitlines()[-1])
     assert (result["languages"], result["steps"]) == (["python"], 30)
-    assert "is void" in (tmp_path / "together" / "python-worker.log").read_text()
     assert "worker killed left" in (tmp_path / "together" / "coordinator.log").read_text()
 
 

@@ -445,7 +445,8 @@ internal sealed class Worker
             complete = responses.Current.Complete != null;
             if (chunk != null)
             {
-                Check(chunk.OffsetBytes == (ulong)mean.Length, "a chunk of the mean is out of place");
+                bool fits = mean.Length + chunk.Data.Length <= 4 * LeastSquares.Features;
+                Check(fits && chunk.OffsetBytes == (ulong)mean.Length, "a chunk of the mean is out of place");
                 chunk.Data.WriteTo(mean);
             }
         }

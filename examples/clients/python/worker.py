@@ -143,8 +143,8 @@ class Worker:
         }
 
     def _join(self) -> threading.Thread:
-        calls = {"timeout": CALL_S, "metadata": self._metadata, "wait_for_ready": True}
-        version = self._stub.GetRun(pb.GetRunRequest(), **calls).protocol_version
+        run = self._stub.GetRun(pb.GetRunRequest(), timeout=CALL_S, metadata=self._metadata, wait_for_ready=True)
+        version = run.protocol_version
         if version != 1:
             raise RuntimeError(f"the coordinator speaks version {version} of the protocol, this worker version 1")
         request = pb.JoinRequest(
@@ -157,7 +157,7 @@ class Worker:
             task_fingerprint=FINGERPRINT,
             task_summary="least squares of the example clients",
         )
-        answer = self._stub.Join(request, **calls)
+        answer = self._stub.Join(request, timeout=CALL_S, metadata=self._metadata)
         if answer.wire_type != tensor_pb2.DTYPE_FLOAT32 or answer.topology != "star":
             raise RuntimeError("this example sends float32 to the coordinator; the run file says something else")
         self._id = answer.worker_id
@@ -296,8 +296,8 @@ def position_of(lease: pb.Assignment, microbatch: int) -> int:
 
 def reason(error: grpc.RpcError) -> str:
     """Why a call was refused; empty where the transport broke."""
-    trailing = error.trailing_metadata() if isinstance(error, grpc.Call) else None
-    return next((str(value) for key, value in trailing or () if key == "ayni-reason"), "")
+    trailing: dict[str, Any] = dict(error.trailing_metadata() or ()) if isinstance(error, grpc.Call) else {}
+    return str(trailing.get("ayni-reason", ""))
 
 
 def sentence(error: grpc.RpcError) -> str:

@@ -272,7 +272,8 @@ class Worker
   end
 
   def append(mean, chunk)
-    raise "a chunk of the mean is out of place" unless chunk.offset_bytes == mean.bytesize
+    fits = mean.bytesize + chunk.data.bytesize <= 4 * LeastSquares::FEATURES
+    raise "a chunk of the mean is out of place" unless fits && chunk.offset_bytes == mean.bytesize
 
     mean << chunk.data
   end
