@@ -5,7 +5,12 @@ import pytest
 from tests.support.audit import imported_by_name, problems, problems_of_files, puts_sql_together
 from tests.unit.test_layers import ROOT, module_name, source_files
 
-IMPORTERS = {"worker_agent.blocks.engines.nixl_agent", "worker_agent.training.load"}
+IMPORTERS = {
+    "worker_agent.blocks.engines.nixl_agent",
+    "worker_agent.integrations",
+    "worker_agent.training.load",
+    "worker_agent.training.trackers",
+}
 """They import a module by a name that is given: one of a fixed list, and the task that the run file names."""
 
 SQL_WRITERS = {"coordinator_service.sql_store"}
