@@ -114,4 +114,5 @@ class ExchangeGroups:
             address=member.applicant.peer_address,
             is_owner=not member.following if is_torch else self._can_own(member),
             store_address=member.applicant.store_address if is_torch else "",
+            shared_memory=None if is_torch else member.applicant.shared_memory,
         )

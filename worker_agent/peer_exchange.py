@@ -18,20 +18,34 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 from grpc import aio
 
 from ayni import failpoints, rpc, tensors
 from ayni.channels import HeaderChannel
-from ayni.errors import AyniError, Deadline, RoundRestarted, StaleEpoch, TokenRefused
+from ayni.errors import (
+    AyniError,
+    BadRequest,
+    Deadline,
+    PeerLost,
+    RoundRestarted,
+    StaleEpoch,
+    TokenRefused,
+    TooLarge,
+    Unsupported,
+)
 from ayni.settings import SettingsError
+from ayni.shm.regions import Regions
+from ayni.shm.sources import Source
 from ayni.slices import slice_bounds
 from ayni.step_values import GroupMember, SliceDigest
-from ayni.tensors import Floats, TensorSpec
+from ayni.tensors import Floats, TensorSpec, position_bytes
 from worker_agent.backoff import delays
 from worker_agent.chunks import slices
 from worker_agent.exchange import Contribution, Outcome, Traffic, exchange
 from worker_agent.faults import TransportBroken
 from worker_agent.group_exchange import Brought, OnLost
+from worker_agent.host_calls import HostPeers
 from worker_agent.peer_messages import begin_frame, slice_offer
 from worker_agent.session import ExchangeTimes
 from worker_agent.slice_offers import GROUP_HEADER, Moment, SliceOffer, Terms
@@ -65,7 +79,9 @@ class _Slice:
 class ShardedExchange:
     """This worker's part in sharded groups."""
 
-    def __init__(self, rounds: SliceRounds, dial: Dial, traffic: Traffic, on_lost: OnLost) -> None:
+    def __init__(
+        self, rounds: SliceRounds, dial: Dial, traffic: Traffic, on_lost: OnLost, near: HostPeers | None = None
+    ) -> None:
         """Takes what outlives a group.
 
         Args:
@@ -73,11 +89,15 @@ class ShardedExchange:
             dial: opens channels, which are kept as long as their peer is in the group.
             traffic: is added to.
             on_lost: is told of owners that can't be reached.
+            near: reaches owners of this host through shared memory; None: gradients travel to them, too.
         """
         self.rounds = rounds
         self._dial = dial
         self._traffic = traffic
         self._on_lost = on_lost
+        self._near = near
+        self._far: set[int] = set()
+        """Owners of this host that can't share memory after all, in the group of now."""
         self._terms: Terms | None = None
         self._channels: dict[str, HeaderChannel] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -86,6 +106,9 @@ class ShardedExchange:
         """See `GroupExchange.regroup`."""
         self._terms = terms
         self.rounds.open(terms)
+        self._far.clear()
+        if self._near:
+            self._near.enter(terms.group)
         known = {member.address for member in terms.group.members}
         for address in self._channels.keys() - known:
             self._hang_up(address)
@@ -104,6 +127,8 @@ class ShardedExchange:
     async def close(self) -> None:
         """See `GroupExchange.close`."""
         self.end("this worker has left")
+        if self._near:
+            self._near.close()
         for address in list(self._channels):
             self._hang_up(address)
         await asyncio.gather(*self._closing, return_exceptions=True)
@@ -132,9 +157,12 @@ class ShardedExchange:
                 raise _over(terms)
             contribution = self.rounds.begin(work.offer)
             try:
-                return await _carry(contribution, work)
+                return await _carry(contribution, work, self.rounds.stores.regions)
             except RoundRestarted as error:
                 _log.debug("contributing to %s again: %s", work.contribution.name, error)
+            except BaseException:
+                contribution.take_back()
+                raise
             finally:
                 contribution.close()
 
@@ -144,7 +172,7 @@ class ShardedExchange:
             if self._terms is not terms:
                 raise _over(terms)
             try:
-                outcome = await self._call(terms, work)
+                outcome = await (self._call_near(terms, work) if self._is_near(terms, work) else self._call(terms, work))
                 work.on_sent()
                 return outcome
             except RoundRestarted as error:
@@ -160,6 +188,32 @@ class ShardedExchange:
                     self._on_lost(terms.moment.generation, [work.owner.worker_id])
             await asyncio.sleep(delay)
         raise AssertionError("there is always another delay")
+
+    def _is_near(self, terms: Terms, work: _Slice) -> bool:
+        owner = work.owner
+        if self._near is None or owner.worker_id in self._far or not terms.is_near(owner):
+            return False
+        return self._near.has_room(owner)
+
+    async def _call_near(self, terms: Terms, work: _Slice) -> Outcome:
+        """Makes one call through shared memory, or over gRPC where that is not possible.
+
+        Raises:
+            AyniError: the owner refused.
+            TransportBroken: nobody decided anything.
+        """
+        assert self._near
+        chunk_bytes = terms.chunk_elements * position_bytes(terms.wire_type)
+        try:
+            call = await self._near.call(work.owner, terms.group.secret, chunk_bytes, work.on_sent)
+            try:
+                return await exchange(call.without, work.contribution, self._traffic, call, chunk_bytes)
+            finally:
+                call.cancel()
+        except (Unsupported, TooLarge, PeerLost, BadRequest) as error:
+            _log.info("%s: its bytes travel: %s", work.contribution.name, error)
+            self._far.add(work.owner.worker_id)
+        return await self._call(terms, work)
 
     async def _call(self, terms: Terms, work: _Slice) -> Outcome:
         """Makes one call.
@@ -251,12 +305,12 @@ def _noting(countdown: _Countdown, number: int) -> Callable[[], None]:
     return lambda: countdown.note(number)
 
 
-async def _carry(contribution: SliceContribution, work: _Slice) -> Outcome:
+async def _carry(contribution: SliceContribution, work: _Slice, regions: Regions | None) -> Outcome:
     """Contributes to a slice of this very worker, and takes its mean."""
     begun = time.perf_counter()
     try:
         async with asyncio.TaskGroup() as group:
-            sending = group.create_task(_send(contribution, work))
+            sending = group.create_task(_send(contribution, work, regions))
             taking = group.create_task(_take(contribution, work))
     except BaseExceptionGroup as errors:
         raise _first(errors) from None
@@ -273,9 +327,11 @@ async def _carry(contribution: SliceContribution, work: _Slice) -> Outcome:
     )
 
 
-async def _send(contribution: SliceContribution, work: _Slice) -> float:
+async def _send(contribution: SliceContribution, work: _Slice, regions: Regions | None) -> float:
     """Adds the parts, chunk by chunk; returns when that was done."""
     spec, parts = work.contribution.spec, work.contribution.parts
+    if spec.dtype == "float32" and not contribution.is_held:
+        return _lend(contribution, work, regions)
     numbers = [] if contribution.is_held else [index for index, part in enumerate(parts) if part is not None]
     pieces = list(slices(spec.num_elements, spec.dtype, contribution.chunk_bytes, numbers))
     for index, piece in enumerate(pieces):
@@ -294,11 +350,25 @@ async def _send(contribution: SliceContribution, work: _Slice) -> float:
     return time.perf_counter()
 
 
+def _lend(contribution: SliceContribution, work: _Slice, regions: Regions | None) -> float:
+    """Has the parts added where they lie; returns when that was said."""
+    for part, part_S in enumerate(work.contribution.parts):
+        if part_S is not None:
+            region, _ = (regions.find(part_S) if regions else None) or (None, 0)
+            generation = region.generation if region else 0
+            found = Source(region=region, generation=generation, data=part_S.view(np.uint8), dtype="float32")
+            contribution.lend(part, 0, found)
+    failpoints.hit("worker.contribution.half")
+    failpoints.hit("worker.contribution.sent")
+    work.on_sent()
+    return time.perf_counter()
+
+
 async def _take(contribution: SliceContribution, work: _Slice) -> tuple[float, float]:
     """Copies the mean as it is made; returns when that began and ended."""
     out_S, live = work.contribution.out, contribution.live
     first = last = 0.0
-    while (chunk := await contribution.next_chunk()) is not None:
+    while (chunk := await contribution.next_chunk(is_run=True)) is not None:
         assert out_S is not None
         start, stop = chunk
         out_S[start:stop] = live.store_S[start:stop]

@@ -20,20 +20,22 @@ import logging
 import math
 from collections.abc import Sequence
 
-import numpy as np
-
 from ayni import frames, tensors
 from ayni.buckets import Bucket
 from ayni.errors import AyniError, Deadline, NonFinite, RoundRestarted, StaleEpoch, WeightMismatch
 from ayni.reduce.chunks import arrived
+from ayni.reduce.digest import MeanDigest
 from ayni.reduce.places import MeanPlace
 from ayni.reduce.reduction import Fate, Reduced, Round
 from ayni.reduce.refusals import SUM_OF_ALL
 from ayni.reduce.thread_digest import digest_for
+from ayni.shm.sources import Source
 from ayni.step_values import MicrobatchStats, SliceDigest
 from ayni.tensors import Floats, TensorSpec
 from worker_agent.changes import Change
 from worker_agent.slice_offers import SliceOffer, Terms, check, check_secret, duplicate, mismatch
+from worker_agent.slice_pump import SlicePump
+from worker_agent.slice_stores import Store, Stores
 
 _log = logging.getLogger(__name__)
 
@@ -65,25 +67,29 @@ class Budget:
 class SliceRound:
     """One slice of one bucket, and everybody who contributes to it."""
 
-    def __init__(self, terms: Terms, offer: SliceOffer, store_S: Floats) -> None:
-        """Opens it for a first contribution, whose tensor all others must have; the mean goes to `store_S`."""
+    def __init__(self, terms: Terms, offer: SliceOffer, store: Store) -> None:
+        """Opens it for a first contribution, whose tensor all others must have; the mean goes to `store`."""
         self.bucket = offer.bucket
         self.start = offer.start
         self.whole = offer.spec
-        self.store_S = store_S
+        self.store, self.store_S = store, store.mean_S
+        self.pump = SlicePump(self)
+        """Adds what lies in shared memory."""
         self.contributions: dict[int, SliceContribution] = {}
         """The stream of each lease, which may have ended."""
+        self.name_of = terms.name_of
         self.change = Change()
         """Announced when there is more of the mean, and when nobody needs to wait for it any more."""
-        self.chunk_elements = terms.group.chunk_bytes // tensors.position_bytes(terms.wire_type)
+        self.chunk_elements = terms.chunk_elements
         self.round = Round(
             label=offer.name,
-            spec=TensorSpec(dtype=terms.wire_type, num_elements=store_S.size),
+            spec=TensorSpec(dtype=terms.wire_type, num_elements=self.store_S.size),
             num_microbatches=terms.num_microbatches,
             chunk_elements=self.chunk_elements,
             expected=(),
             place=MeanPlace(
-                new_digest=digest_for(store_S.size), mean_N=store_S if terms.wire_type == "float32" else None
+                new_digest=MeanDigest if store.region else digest_for(self.store_S.size),
+                mean_N=self.store_S if terms.wire_type == "float32" else None,
             ),
         )
         self._dtype = tensors.mean_dtype(terms.wire_type)
@@ -108,7 +114,7 @@ class SliceRound:
         is_held = self.round.has_begun(offer.lease_id) and self.round.finished_sending(offer.lease_id)
         reduced: Sequence[Reduced] = ()
         if not is_held:
-            self._take_back(offer.lease_id)
+            self.take_back(offer.lease_id)
             reduced = self.round.begin(offer.lease_id, name, self.round.spec, offer.weights)
             self._stats.update({stats.microbatch: stats for stats in offer.stats})
         found = SliceContribution(self, offer, budget, is_held=is_held)
@@ -118,14 +124,19 @@ class SliceRound:
 
     def publish(self, reduced: Sequence[Reduced]) -> None:
         """Takes finished chunks into the store, as they travel, and wakes whoever waits."""
+        if reduced and not self.pump.is_intact:
+            self._start_again("a contribution in shared memory was given up before it was added everywhere")
+            return
         for chunk in reduced:
             assert chunk.offset == self.emitted, "chunks of a mean come in order"
             stop = chunk.offset + chunk.values_C.size
             if self.round.mean_N is None:
-                payload = tensors.encode(chunk.values_C, self._dtype)
-                tensors.decode_into(payload, self._dtype, self.store_S[chunk.offset : stop])
+                self.store.put(chunk.values_C, chunk.offset)
             self.emitted = stop
+        if self.round.complete:
+            self.pump.clear()
         if reduced or self.round.complete:
+            self.pump.wake()
             self.change.announce()
             for contribution in self.contributions.values():
                 contribution.budget.changed.announce()
@@ -163,6 +174,7 @@ class SliceRound:
     def fail(self, error: AyniError) -> None:
         """Ends every contribution with an error."""
         self._frames.clear()
+        self.pump.clear()
         for contribution in list(self.contributions.values()):
             contribution.fail(error)
 
@@ -171,17 +183,23 @@ class SliceRound:
         if not any(one.offer.takes_mean and one.is_open for one in self.contributions.values()):
             self._frames.clear()
 
-    def _take_back(self, lease_id: int) -> None:
+    def take_back(self, lease_id: int) -> None:
         """Takes out what had come of a lease in part, or all where that can't be."""
+        self.pump.drop(lease_id)
         if not self.round.has_begun(lease_id):
             return
         fate, _ = self.round.drop(lease_id, is_over=False)
         if fate is Fate.PARTIAL:
-            self.round.restart(())
-            self.emitted = 0
-            self.fail(self._restarted("a part of another contribution was lost"))
-            self.contributions.clear()
-            self._stats.clear()
+            self._start_again("a part of another contribution was lost")
+
+    def _start_again(self, detail: str) -> None:
+        """Has everybody contribute again: what was added can't be taken out of a sum."""
+        self.round.restart(())
+        self.emitted = 0
+        self.store.renew()
+        self.fail(self._restarted(detail))
+        self.contributions.clear()
+        self._stats.clear()
 
     def _restarted(self, detail: str) -> RoundRestarted:
         sentence = f"{self.round.label} starts again: {detail}"
@@ -239,13 +257,17 @@ class SliceContribution:
                 live.fail(error)
             raise
 
+    def lend(self, part: int, offset: int, source: Source) -> None:
+        """Has chunks added where they lie, from element `offset` of a part on; see `SlicePump`."""
+        self.live.pump.add(self, part, offset, source)
+
     async def room(self) -> None:
         """Waits until the next chunk may be read. Ends at once when the contribution failed."""
         while not self.failed and not self._has_room():
             await self.budget.changed.wait()
 
-    async def next_chunk(self) -> tuple[int, int] | None:
-        """Waits for the next chunk [start, stop) of the mean in the store; None after the last.
+    async def next_chunk(self, *, is_run: bool = False) -> tuple[int, int] | None:
+        """Waits for the next chunk [start, stop) of the mean in the store, `is_run`: for all there is; None at the end.
 
         Raises:
             AyniError: the contribution was refused or given up.
@@ -254,12 +276,17 @@ class SliceContribution:
         while not self.failed:
             if self._position < live.emitted and self.offer.takes_mean:
                 start = self._position
-                self._position = min(start + live.chunk_elements, live.store_S.size)
+                self._position = live.emitted if is_run else min(start + live.chunk_elements, live.store_S.size)
                 return start, self._position
             if live.round.complete:
                 return None
             await live.change.wait()
         raise self.failure.result()
+
+    def take_back(self) -> None:
+        """Takes out what was added, or has the slice start again: the parts may be written to from now on."""
+        if self.live.contributions.get(self.offer.lease_id) is self and not self.live.round.complete:
+            self.live.take_back(self.offer.lease_id)
 
     def fail(self, error: AyniError) -> None:
         """Ends the contribution. The first error counts."""
@@ -290,8 +317,9 @@ class SliceRounds:
         self._rounds: dict[Bucket, SliceRound] = {}
         self._budgets: dict[int, Budget] = {}
         self._weights: dict[int, int] = {}
-        self._free: dict[int, list[Floats]] = {}
         self._told = Change()
+        self.stores = Stores()
+        """Where means are put together."""
 
     def open(self, terms: Terms) -> None:
         """Ends what came before; contributions under these terms are taken from now on."""
@@ -305,9 +333,7 @@ class SliceRounds:
         generation = terms.moment.generation if terms else 0
         for live in self._rounds.values():
             live.fail(StaleEpoch(f"{live.round.label}: {why}", epoch=generation, current_epoch=generation))
-        self._free = {}
-        for live in self._rounds.values():
-            self._free.setdefault(live.store_S.size, []).append(live.store_S)
+        self.stores.take_back([live.store for live in self._rounds.values()])
         self._rounds.clear()
         self._budgets.clear()
         self._weights.clear()
@@ -346,7 +372,8 @@ class SliceRounds:
         self._check_weights(offer)
         live = self._rounds.get(offer.bucket)
         if live is None:
-            live = self._rounds[offer.bucket] = SliceRound(terms, offer, self._store(offer.stop - offer.start))
+            store = self.stores.take(offer.stop - offer.start, tensors.mean_dtype(terms.wire_type), self._is_near(terms))
+            live = self._rounds[offer.bucket] = SliceRound(terms, offer, store)
         budget = self._budgets.setdefault(offer.worker_id, Budget())
         return live.begin(offer, terms.name_of(offer.worker_id), budget)
 
@@ -361,9 +388,10 @@ class SliceRounds:
                 sentence = f"{offer.name}: micro-batch {microbatch} has weight {weight}; another bucket said {known}"
                 raise WeightMismatch(sentence, microbatch=microbatch, expected=known, received=weight)
 
-    def _store(self, num_elements: int) -> Floats:
-        free = self._free.get(num_elements)
-        return free.pop() if free else np.empty(num_elements, np.float32)
+    @staticmethod
+    def _is_near(terms: Terms) -> bool:
+        """Returns whether any other member can read a mean where it is put together."""
+        return any(terms.is_near(member) for member in terms.group.members if member.worker_id != terms.worker_id)
 
 
 def _exact_sum(losses: Sequence[float]) -> float:

@@ -168,6 +168,11 @@ class Round:
         return self._total_weight
 
     @property
+    def emitted(self) -> int:
+        """Elements of the mean that were emitted."""
+        return self._emitted
+
+    @property
     def complete(self) -> bool:
         """Whether the whole mean was emitted, or there is nothing to emit."""
         return self._declared and (self.total_weight == 0 or self._emitted == self.spec.num_elements)
@@ -252,7 +257,9 @@ class Round:
                     self._total_weight -= self._weights.pop(microbatch)
         return Fate.REMOVED, self._settle() if self._declared else []
 
-    def contribute(self, lease: int, part: int, offset: int, values_C: Values) -> list[Reduced]:
+    def contribute(
+        self, lease: int, part: int, offset: int, values_C: Values, *, check: bool = True
+    ) -> list[Reduced]:
         """Adds one chunk of one part and returns what became complete.
 
         Args:
@@ -261,6 +268,8 @@ class Round:
             offset: first element, equal to the elements this part has contributed so far.
             values_C: shape [C], float32, or as they travel. Kept, not copied; the caller must not change it
                 afterwards. Added in place when it is writable.
+            check: whether to look for what is not finite now. Otherwise the sum of all shows that there is something,
+                and the caller, who has all contributions, has to find whose it is.
 
         Returns:
             Zero or one Reduced. Bit-identical for every order of arrival.
@@ -271,6 +280,8 @@ class Round:
         """
         contribution = self._contributions[lease]
         self._check_chunk(contribution, part, offset, values_C)
+        if check and not is_finite(values_C):
+            raise not_finite(self.label, contribution.name, offset, floats(values_C))
         contribution.next_offsets[part] += values_C.size
         result = self._add(offset, contribution.parts[part], values_C)
         return [] if result is None else [result]
@@ -314,8 +325,6 @@ class Round:
         length = min(self.chunk_elements, self.spec.num_elements - offset)
         if values_C.size != length or length == 0:
             raise bad_chunk(self.label, contribution.name, "length", length, values_C.size)
-        if not is_finite(values_C):
-            raise not_finite(self.label, contribution.name, offset, floats(values_C))
 
     def _is_settled(self, start: int, stop: int) -> bool:
         """Returns whether contributions that stay, of leases that are over, cover [start, stop)."""
