@@ -89,6 +89,11 @@ class ExchangeGroups:
         """Returns the members that can reduce slices."""
         return [member for member in members if self._can_own(member)]
 
+    def share_memory(self, members: Sequence[Member]) -> bool:
+        """Returns whether all members can share memory with one another."""
+        offers = [member.applicant.shared_memory for member in members]
+        return None not in offers and len({offer.host for offer in offers if offer}) == 1
+
     def obstacle(self, topology: str, members: Sequence[Member]) -> str:
         """Returns why there can be no group, or nothing."""
         outside = [m.name for m in members if topology not in m.applicant.topologies or not m.applicant.elastic]

@@ -115,6 +115,7 @@ class Regrouping:
             num_owners=len(self._groups.owners(members)),
             obstacle=self._groups.obstacle("sharded", members),
             shares_memory=all(same_host.is_connected(member.worker_id) for member in members),
+            peers_share_memory=self._groups.share_memory(members),
         )
         choice = self._plan.choose(self._situation)
         if choice.sentence:

@@ -28,7 +28,7 @@ from worker_agent.contributions import Offer
 from worker_agent.faults import TransportBroken
 from worker_agent.host_calls import HostCall
 from worker_agent.lanes import Lane, Stream
-from worker_agent.same_host import SharedParts, Sharing, SharesMemory, add_shared
+from worker_agent.same_host import SharedParts, SharesMemory, Sharing, add_shared
 from worker_agent.session import ExchangeTimes
 
 Call = Stream | Lane | HostCall

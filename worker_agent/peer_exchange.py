@@ -172,7 +172,9 @@ class ShardedExchange:
             if self._terms is not terms:
                 raise _over(terms)
             try:
-                outcome = await (self._call_near(terms, work) if self._is_near(terms, work) else self._call(terms, work))
+                outcome = await (
+                    self._call_near(terms, work) if self._is_near(terms, work) else self._call(terms, work)
+                )
                 work.on_sent()
                 return outcome
             except RoundRestarted as error:
@@ -355,8 +357,10 @@ def _lend(contribution: SliceContribution, work: _Slice, regions: Regions | None
     for part, part_S in enumerate(work.contribution.parts):
         if part_S is not None:
             region, _ = (regions.find(part_S) if regions else None) or (None, 0)
-            generation = region.generation if region else 0
-            found = Source(region=region, generation=generation, data=part_S.view(np.uint8), dtype="float32")
+            generation, data = region.generation if region else 0, part_S.view(np.uint8)
+            # Or else sums would be formed in it, and it could not be contributed again.
+            data.flags.writeable = False
+            found = Source(region=region, generation=generation, data=data, dtype="float32")
             contribution.lend(part, 0, found)
     failpoints.hit("worker.contribution.half")
     failpoints.hit("worker.contribution.sent")

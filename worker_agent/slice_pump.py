@@ -1,8 +1,8 @@
 """Adds contributions that lie in shared memory to one slice, chunk after chunk of all of them.  [shell]
 
 All contributions are there at once, so they are added position by position: a chunk's numbers are still in the cache
-when the mean of it is taken down and copied. What comes over the network besides has its own pace; the pump waits for it.
-Others on the event loop have a turn between two bursts.
+when the mean of it is taken down and copied. What comes over the network besides has its own pace; the pump waits for
+it. Others on the event loop have a turn between two bursts.
 
 What is not finite is seen in the mean, and looked for in the contributions only then. A contribution whose worker has
 given it up is found before anything of such a sum is told: the slice starts again.

@@ -372,7 +372,9 @@ class SliceRounds:
         self._check_weights(offer)
         live = self._rounds.get(offer.bucket)
         if live is None:
-            store = self.stores.take(offer.stop - offer.start, tensors.mean_dtype(terms.wire_type), self._is_near(terms))
+            store = self.stores.take(
+                offer.stop - offer.start, tensors.mean_dtype(terms.wire_type), self._is_near(terms)
+            )
             live = self._rounds[offer.bucket] = SliceRound(terms, offer, store)
         budget = self._budgets.setdefault(offer.worker_id, Budget())
         return live.begin(offer, terms.name_of(offer.worker_id), budget)

@@ -1,4 +1,4 @@
-"""Where the means of the slices that this worker owns are put together, in memory that others of its host read.  [shell]
+"""Where means of slices that this worker owns are put together, in memory that others of its host read.  [shell]
 
 Legend: S elements in a slice, C elements in a chunk.
 
@@ -102,4 +102,3 @@ class Stores:
                 mean_S = region.bytes.view(np.float32) if dtype == "float32" else np.empty(num_elements, np.float32)
                 return Store(mean_S=mean_S, dtype=dtype, region=region)
         return Store(mean_S=np.empty(num_elements, np.float32), dtype=dtype)
-

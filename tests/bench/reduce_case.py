@@ -37,9 +37,9 @@ class Case:
     """"star", "sharded" or "torch"."""
 
     def __str__(self) -> str:
-        way = {"star": self.path, "shm": f"{self.topology} shm"}.get(
-            "star" if self.topology == "star" else self.path, self.topology
-        )
+        way = self.path if self.topology == "star" else self.topology
+        if self.topology != "star" and self.path == "shm":
+            way += " shm"
         return f"{self.numel:,} {self.wire} {way}, {self.workers} workers"
 
     @property

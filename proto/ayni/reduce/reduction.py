@@ -257,9 +257,7 @@ class Round:
                     self._total_weight -= self._weights.pop(microbatch)
         return Fate.REMOVED, self._settle() if self._declared else []
 
-    def contribute(
-        self, lease: int, part: int, offset: int, values_C: Values, *, check: bool = True
-    ) -> list[Reduced]:
+    def contribute(self, lease: int, part: int, offset: int, values_C: Values, *, check: bool = True) -> list[Reduced]:
         """Adds one chunk of one part and returns what became complete.
 
         Args:
