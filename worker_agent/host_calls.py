@@ -5,6 +5,7 @@ regions of either side; a connection is used again by the next call once a call 
 """
 
 import contextlib
+import logging
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -17,12 +18,15 @@ from ayni.shm.folder import SocketFolder
 from ayni.shm.host import SharedMemoryOffer
 from ayni.shm.regions import MappedRegion, Region
 from ayni.shm.sockets import credentials
-from ayni.step_values import ExchangeGroup, GroupMember
+from ayni.step_values import GroupMember
 from ayni.v1 import coordinator_pb2 as pb
 from worker_agent.faults import TransportBroken
 from worker_agent.host_streams import MOST_BYTES, HostStream, Kind
 from worker_agent.peer_regions import PeerRegions
 from worker_agent.same_host import SharedVectors
+from worker_agent.slice_offers import Terms
+
+_log = logging.getLogger(__name__)
 
 _MOST_CALLS = 32
 """Calls to one owner at a time; more go over gRPC, so that descriptors do not run out."""
@@ -40,6 +44,7 @@ class HostPeers:
         """
         self.vectors = vectors
         self.regions = regions
+        self._told = 0
         self._idle: dict[SharedMemoryOffer, list[HostStream]] = {}
         self._under_way: dict[SharedMemoryOffer, set[HostStream]] = {}
 
@@ -82,8 +87,13 @@ class HostPeers:
         else:
             stream.close()
 
-    def enter(self, group: ExchangeGroup) -> None:
+    def enter(self, terms: Terms) -> None:
         """Hangs up on workers that are not in the group of now, and lets go of what they lent."""
+        group = terms.group
+        count = sum(terms.is_near(owner) for owner in group.owners if owner.worker_id != terms.worker_id)
+        if count != self._told:
+            self._told = count
+            _log.info("slices that %d other workers reduce go through memory that is shared with them", count)
         self.regions.enter({member.worker_id for member in group.members})
         self._keep({member.shared_memory for member in group.members})
 

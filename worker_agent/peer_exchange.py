@@ -108,7 +108,7 @@ class ShardedExchange:
         self.rounds.open(terms)
         self._far.clear()
         if self._near:
-            self._near.enter(terms.group)
+            self._near.enter(terms)
         known = {member.address for member in terms.group.members}
         for address in self._channels.keys() - known:
             self._hang_up(address)
