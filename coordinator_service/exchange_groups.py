@@ -34,9 +34,15 @@ class Formed:
 class ExchangeGroups:
     """Forms one group after the other."""
 
-    def __init__(self, chunk_bytes: int) -> None:
-        """Starts without a group; `chunk_bytes` is the length of a chunk among workers."""
+    def __init__(self, chunk_bytes: int, *, shares_memory: bool = True) -> None:
+        """Starts without a group.
+
+        Args:
+            chunk_bytes: length of a chunk among workers.
+            shares_memory: whether members of one host may share memory.
+        """
         self._chunk_bytes = chunk_bytes
+        self._shares_memory = shares_memory
         self._epoch = 0
         self._newest = 0
         self._unreachable: set[int] = set()
@@ -92,7 +98,7 @@ class ExchangeGroups:
     def share_memory(self, members: Sequence[Member]) -> bool:
         """Returns whether all members can share memory with one another."""
         offers = [member.applicant.shared_memory for member in members]
-        return None not in offers and len({offer.host for offer in offers if offer}) == 1
+        return self._shares_memory and None not in offers and len({offer.host for offer in offers if offer}) == 1
 
     def obstacle(self, topology: str, members: Sequence[Member]) -> str:
         """Returns why there can be no group, or nothing."""
@@ -119,5 +125,5 @@ class ExchangeGroups:
             address=member.applicant.peer_address,
             is_owner=not member.following if is_torch else self._can_own(member),
             store_address=member.applicant.store_address if is_torch else "",
-            shared_memory=None if is_torch else member.applicant.shared_memory,
+            shared_memory=member.applicant.shared_memory if self._shares_memory and not is_torch else None,
         )

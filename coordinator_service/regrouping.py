@@ -32,7 +32,7 @@ class Regrouping:
         self._file = file
         self._epochs = epochs
         self._progress = progress
-        self._groups = ExchangeGroups(file.chunk_bytes)
+        self._groups = ExchangeGroups(file.chunk_bytes, shares_memory=file.gradients == "auto")
         self._plan = TopologyPlan()
         self._told = ""
         """Why there was no group the last time; empty if there was one."""

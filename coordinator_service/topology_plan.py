@@ -22,7 +22,7 @@ _STEPS = 10
 """Steps that a rate is the median of."""
 _FEWEST = 3
 """Steps after which a rate counts."""
-_SHARED_BYTES = 1 << 20
+_SHARED_BYTES = 32 << 20
 """Gradient bytes from which on workers that share memory with one another are quicker than one coordinator."""
 _MARGIN = 0.9
 """Part of its time that the other way must promise to need at most."""

@@ -75,7 +75,11 @@ class HostPeers:
         stream = stream or _dial(offer, owner)
         stream.forget_lent()
         self._under_way.setdefault(offer, set()).add(stream)
-        await stream.send(Kind.HELLO, secret.encode())
+        try:
+            await stream.send(Kind.HELLO, secret.encode())
+        except BaseException:
+            self.end(owner, stream, is_clean=False)
+            raise
         return HostCall(self, stream, owner, chunk_bytes, on_sent)
 
     def end(self, owner: GroupMember, stream: HostStream, *, is_clean: bool) -> None:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 _BURST = 1 << 20
 """Elements that are added at a time: one or two milliseconds of the event loop."""
+_HOT = 1 << 18
+"""Elements that are added before they are copied: so many stay in the cache."""
 
 
 @dataclass(slots=True, eq=False)
@@ -97,6 +99,9 @@ class SlicePump:
                 did = self._contribute(feed, finished) or did
             if not due:
                 break
+            if sum(chunk.values_C.size for chunk in finished) >= _HOT:
+                live.publish(finished)
+                finished = []
         live.publish(finished)
         return did
 

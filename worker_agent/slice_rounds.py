@@ -17,7 +17,6 @@ Belongs to the event loop.
 
 import asyncio
 import logging
-import math
 from collections.abc import Sequence
 
 from ayni import frames, tensors
@@ -33,6 +32,7 @@ from ayni.shm.sources import Source
 from ayni.step_values import MicrobatchStats, SliceDigest
 from ayni.tensors import Floats, TensorSpec
 from worker_agent.changes import Change
+from worker_agent.slice_budget import Budget, exact_sum
 from worker_agent.slice_offers import SliceOffer, Terms, check, check_secret, duplicate, mismatch
 from worker_agent.slice_pump import SlicePump
 from worker_agent.slice_stores import Store, Stores
@@ -41,27 +41,10 @@ _log = logging.getLogger(__name__)
 
 WINDOW_CHUNKS = 8
 """Chunks of one contribution that wait in memory before its worker is slowed down."""
-_WORKER_CHUNKS = 32
-"""The same over all contributions of a worker."""
 _FRAMES = 8
 """Frames of a mean that are kept for the next who takes it."""
 _WAIT_S = 120.0
 """How long a contribution waits for the coordinator to tell this worker of its group."""
-
-
-class Budget:
-    """What one worker has in flight over all of its contributions."""
-
-    def __init__(self) -> None:
-        """Starts empty."""
-        self.contributions: set[SliceContribution] = set()
-        self.changed = Change()
-        """Announced when there may be room for more."""
-
-    @property
-    def is_full(self) -> bool:
-        """Whether nothing more is read than one chunk of each."""
-        return sum(contribution.backlog for contribution in self.contributions) >= _WORKER_CHUNKS
 
 
 class SliceRound:
@@ -78,6 +61,8 @@ class SliceRound:
         self.contributions: dict[int, SliceContribution] = {}
         """The stream of each lease, which may have ended."""
         self.name_of = terms.name_of
+        self.homes: list[Floats] = []
+        """Where this very worker wants the mean: it is copied while it is in the cache."""
         self.change = Change()
         """Announced when there is more of the mean, and when nobody needs to wait for it any more."""
         self.chunk_elements = terms.chunk_elements
@@ -132,6 +117,8 @@ class SliceRound:
             stop = chunk.offset + chunk.values_C.size
             if self.round.mean_N is None:
                 self.store.put(chunk.values_C, chunk.offset)
+            for home_S in self.homes:
+                home_S[chunk.offset : stop] = self.store_S[chunk.offset : stop]
             self.emitted = stop
         if self.round.complete:
             self.pump.clear()
@@ -157,7 +144,7 @@ class SliceRound:
         stats = [self._stats[microbatch] for microbatch in sorted(self._stats)]
         losses = [one.loss_sum for one in stats if one.loss_sum is not None]
         weight = self.round.total_weight
-        loss = (_exact_sum(losses) / weight if weight else 0.0) if len(losses) == len(stats) else None
+        loss = (exact_sum(losses) / weight if weight else 0.0) if len(losses) == len(stats) else None
         return loss, sum(one.num_correct for one in stats), sum(one.num_predictions for one in stats)
 
     def digest(self) -> SliceDigest:
@@ -175,6 +162,7 @@ class SliceRound:
         """Ends every contribution with an error."""
         self._frames.clear()
         self.pump.clear()
+        self.homes.clear()
         for contribution in list(self.contributions.values()):
             contribution.fail(error)
 
@@ -220,6 +208,7 @@ class SliceContribution:
         """Done when the contribution was refused or given up."""
         self.budget = budget
         self._position = 0
+        self._home: Floats | None = None
         budget.contributions.add(self)
 
     @property
@@ -261,6 +250,12 @@ class SliceContribution:
         """Has chunks added where they lie, from element `offset` of a part on; see `SlicePump`."""
         self.live.pump.add(self, part, offset, source)
 
+    def take_home(self, out_S: Floats) -> None:
+        """Has the mean copied to a vector of this very worker, shape [S], as it is made."""
+        out_S[: self.live.emitted] = self.live.store_S[: self.live.emitted]
+        self.live.homes.append(out_S)
+        self._home = out_S
+
     async def room(self) -> None:
         """Waits until the next chunk may be read. Ends at once when the contribution failed."""
         while not self.failed and not self._has_room():
@@ -298,6 +293,7 @@ class SliceContribution:
     def close(self) -> None:
         """Leaves the worker's budget: nobody serves it any more."""
         self.is_open = False
+        self.live.homes = [home_S for home_S in self.live.homes if home_S is not self._home]
         self.budget.contributions.discard(self)
         self.live.forget_frames()
         self.budget.changed.announce()
@@ -394,11 +390,3 @@ class SliceRounds:
     def _is_near(terms: Terms) -> bool:
         """Returns whether any other member can read a mean where it is put together."""
         return any(terms.is_near(member) for member in terms.group.members if member.worker_id != terms.worker_id)
-
-
-def _exact_sum(losses: Sequence[float]) -> float:
-    """Returns the sum of the losses, rounded once; infinite when it is beyond float64."""
-    try:
-        return math.fsum(losses)
-    except OverflowError:
-        return math.inf

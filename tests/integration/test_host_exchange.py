@@ -15,7 +15,7 @@ from ayni.errors import NonFinite, RoundRestarted
 from ayni.reduce.digest import SEGMENT, join_digests
 from ayni.shm.sources import Source
 from tests.support.near_nodes import brought, near_nodes, reduce_all, star, terms
-from worker_agent.peer_exchange import _cut
+from worker_agent.slice_work import cut
 
 NUM = 8
 SHARES = {2: [range(5), range(5, NUM)], 3: [range(2), range(2, 5), range(5, NUM)]}
@@ -132,7 +132,7 @@ def _admitted(node: Any, size: int) -> Any:
     what = brought(node, range(1), size, 1)
     one = terms([node], node.number, 1)
     node.exchange.regroup(one)
-    (work,) = _cut(what, one)
+    (work,) = cut(what, one)
     return node.rounds.begin(work.offer)
 
 

@@ -74,9 +74,9 @@ def test_workers_that_share_memory_with_one_another_reduce_what_is_large():
     plan, now = TopologyPlan(), among(3, shares_memory=True, peers_share_memory=True)
     choice = plan.choose(now)
     assert (choice.topology, "not known yet" in choice.sentence) == ("star", True)
-    plan.observe("star", 0.01, 200_000, now)
+    plan.observe("star", 0.01, 5_500_000, now)
     choice = plan.choose(now)
-    assert (choice.topology, "0.2 MB a step are soon added" in choice.sentence) == ("star", True)
+    assert (choice.topology, "5.5 MB a step are soon added" in choice.sentence) == ("star", True)
     plan.observe("star", 0.01, V, now)
     choice = plan.choose(now)
     assert choice.topology == "sharded"

@@ -32,7 +32,7 @@ from ayni.reduce.packed import Values, add, floats, is_finite
 from ayni.reduce.places import MeanPlace
 from ayni.reduce.refusals import bad_chunk, not_finite, overflow
 from ayni.reduce.sums import mean
-from ayni.tensors import Bytes, Floats, TensorSpec
+from ayni.tensors import Bytes, Floats, TensorSpec, first_non_finite
 from ayni.tree import Node, children, cover, parent, root
 
 
@@ -372,10 +372,13 @@ class Round:
         """Emits the root: one sum, or two that are still to be added."""
         self._pending.pop(offset, None)
         out_C = None if self.mean_N is None else self.mean_N[offset : offset + values_C.size]
-        mean_C, bad = mean(values_C, other_C, self.total_weight, out_C)
+        digest = self._digest
+        mean_C, bad = mean(values_C, other_C, self.total_weight, out_C, check=not digest.looks_at_once)
+        if bad is None:
+            digest.add(mean_C)
+            bad = None if digest.is_finite or not digest.looks_at_once else first_non_finite(mean_C)
         if bad is not None:
             raise overflow(self.label, offset + bad, mean_C[bad])
-        self._digest.add(mean_C)
         self._emitted += mean_C.size
         return Reduced(offset=offset, values_C=mean_C)
 
