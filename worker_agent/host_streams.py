@@ -1,6 +1,8 @@
 """Messages and descriptors between two workers of one host, over a connected Unix socket.  [shell]
 
-A message is a byte that says its kind, and its content. A connection carries one contribution after the other:
+A message is a byte that says its kind, four that say its length, and its content. What is said at one time leaves in
+one packet, with all its descriptors, so that the other side wakes up once. A connection carries one contribution after
+the other:
 
     dialed by  HELLO secret of the group; LEND a region that frames name (with its descriptor); FRAME ...; END
     answers    LEND, FRAME ..., and then DONE, or REFUSED with the refusal
@@ -9,9 +11,9 @@ Frames are those of `PeerService.ReduceSlice`. What was lent is lent for one con
 """
 
 import asyncio
-import contextlib
 import enum
 import socket
+import struct
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -22,8 +24,11 @@ from ayni.shm.regions import Region
 from ayni.shm.sockets import close_all
 from worker_agent.changes import Change
 
-MOST_BYTES = MAX_MESSAGE_BYTES - 1
+_HEAD = struct.Struct("<BI")
+MOST_BYTES = MAX_MESSAGE_BYTES - _HEAD.size
 """Content of a message."""
+_MOST_UNSENT = 256
+"""Packets that wait until the other side reads; who has more to say waits."""
 MOST_LENT = 64
 """Regions that either side lends for one contribution."""
 _MOST_WAITING = 256
@@ -41,8 +46,19 @@ class Kind(enum.IntEnum):
     REFUSED = 6
 
 
-Message = tuple[int, bytes, list[int]]
-"""Kind, content, and descriptors, which the reader closes."""
+Message = tuple[int, bytes, int]
+"""Kind, content, and a descriptor, which the reader closes; -1: none."""
+
+
+class _Packet:
+    """Messages that leave together."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+        self.fds: list[int] = []
+
+    def takes(self, num_bytes: int) -> bool:
+        return len(self.data) + num_bytes <= MAX_MESSAGE_BYTES and len(self.fds) < MOST_LENT
 
 
 class HostStream:
@@ -58,7 +74,8 @@ class HostStream:
         self._lent: set[int] = set()
         self._offered: dict[int, tuple[Lend, int]] = {}
         """What the other side lends, and its descriptor."""
-        self._is_reading = False
+        self._is_reading = self._is_flushing = False
+        self._unsent: deque[_Packet] = deque()
         self.on_end: Callable[[], object] = lambda: None
         """Called when the connection is over."""
         self._go_on()
@@ -86,13 +103,12 @@ class HostStream:
                 if self._end:
                     raise self._lost()
                 await self._change.wait()
-            kind, content, fds = self._came.popleft()
+            kind, content, fd = self._came.popleft()
             if not self._is_reading and not self._end:
                 self._go_on()
-            if kind != Kind.LEND or len(fds) != 1:
-                close_all(fds)
+            if kind != Kind.LEND:
                 return kind, content
-            self._take(content, fds[0])
+            self._take(content, fd)
 
     def take_offered(self, region_id: int) -> tuple[Lend, int]:
         """Returns what the other side has lent, and its descriptor, which is the caller's then.
@@ -112,18 +128,20 @@ class HostStream:
         self._offered.clear()
 
     async def send(self, kind: Kind, content: bytes = b"", fds: Sequence[int] = ()) -> None:
-        """Sends a message; waits while the other side reads nothing. Raises PeerLost where it is gone."""
-        while True:
-            if self._end:
-                raise self._lost()
-            try:
-                socket.send_fds(self._connection, [bytes((kind,)), content], list(fds))
-            except BlockingIOError:
-                await self._room()
-            except OSError as error:
-                self.close(error.strerror or str(error))
-            else:
-                return
+        """Has a message leave, soon; waits while the other side reads nothing. Raises PeerLost where it is gone."""
+        assert len(content) <= MOST_BYTES, f"a message of {len(content)} bytes"
+        while len(self._unsent) >= _MOST_UNSENT and not self._end:
+            await self._change.wait()
+        if self._end:
+            raise self._lost()
+        if not self._unsent or not self._unsent[-1].takes(_HEAD.size + len(content)):
+            self._unsent.append(_Packet())
+        packet = self._unsent[-1]
+        packet.data += _HEAD.pack(kind, len(content)) + content
+        packet.fds += fds
+        if not self._is_flushing:
+            self._is_flushing = True
+            self._loop.call_soon(self._flush)
 
     async def lend(self, region: Region) -> None:
         """Lets the other side have a region of this process, once."""
@@ -140,9 +158,9 @@ class HostStream:
             self._loop.remove_reader(self._connection)
         self._loop.remove_writer(self._connection)
         self._connection.close()
-        for _, _, fds in self._came:
-            close_all(fds)
+        close_all([fd for _, _, fd in self._came if fd >= 0])
         self._came.clear()
+        self._unsent.clear()
         self.forget_lent()
         self._change.announce()
         self.on_end()
@@ -173,7 +191,9 @@ class HostStream:
         """Takes what there is."""
         while len(self._came) < _MOST_WAITING:
             try:
-                data, fds, flags, _ = socket.recv_fds(self._connection, MAX_MESSAGE_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+                data, fds, flags, _ = socket.recv_fds(
+                    self._connection, MAX_MESSAGE_BYTES, MOST_LENT, socket.MSG_CMSG_CLOEXEC
+                )
             except BlockingIOError:
                 break
             except OSError as error:
@@ -181,13 +201,37 @@ class HostStream:
                 return
             if not data or flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC):
                 close_all(fds)
-                self._finish("a message was cut off" if data else "the other side closed it")
+                self._finish("a packet was cut off" if data else "the other side closed it")
                 return
-            self._came.append((data[0], data[1:], fds))
+            messages = _messages(data, fds)
+            if messages is None:
+                close_all(fds)
+                self._finish("a packet can't be read")
+                return
+            self._came += messages
         else:
             self._is_reading = False
             self._loop.remove_reader(self._connection)
         self._change.announce()
+
+    def _flush(self) -> None:
+        """Sends what waits, as far as the socket takes it."""
+        was_full = len(self._unsent) >= _MOST_UNSENT
+        while self._unsent and not self._end:
+            try:
+                socket.send_fds(self._connection, [self._unsent[0].data], self._unsent[0].fds)
+            except BlockingIOError:
+                self._loop.add_writer(self._connection, self._flush)
+                break
+            except OSError as error:
+                self._finish(error.strerror or str(error))
+                return
+            self._unsent.popleft()
+        if not self._unsent and not self._end:
+            self._is_flushing = False
+            self._loop.remove_writer(self._connection)
+        if was_full:
+            self._change.announce()
 
     def _finish(self, why: str) -> None:
         """Ends it, but lets what came before be read."""
@@ -196,22 +240,22 @@ class HostStream:
         self._came = waiting
         self._change.announce()
 
-    async def _room(self) -> None:
-        """Waits until something can be sent, or the connection is over."""
-        ready = asyncio.Event()
-        self._loop.add_writer(self._connection, ready.set)
-        ended = self._change.wait
-        tasks = [asyncio.ensure_future(ready.wait()), asyncio.ensure_future(ended())]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in tasks:
-                task.cancel()
-            if not self._end:
-                with contextlib.suppress(OSError, ValueError):
-                    self._loop.remove_writer(self._connection)
-
     def _lost(self) -> PeerLost:
         return PeerLost(
             f"the connection to {self._peer} for shared memory is over: {self._end}", peer=self._peer, detail=self._end
         )
+
+
+def _messages(data: bytes, fds: Sequence[int]) -> list[Message] | None:
+    """Returns the messages of a packet; None where it is none."""
+    messages, position, unused = list[Message](), 0, list(fds)
+    while position < len(data):
+        start = position + _HEAD.size
+        if start > len(data):
+            return None
+        kind, length = _HEAD.unpack_from(data, position)
+        position = start + length
+        if position > len(data) or (kind == Kind.LEND and not unused):
+            return None
+        messages.append((kind, data[start:position], unused.pop(0) if kind == Kind.LEND else -1))
+    return None if unused else messages
