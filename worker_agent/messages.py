@@ -238,15 +238,10 @@ def membership(message: pb.JoinResponse) -> Membership:
         lease=message.lease.ToTimedelta(),
         heartbeat_interval=message.heartbeat_interval.ToTimedelta(),
         wire_type=dtype_name(message.wire_type),
-        shared_memory=shared_memory(message.shared_memory) if message.HasField("shared_memory") else None,
+        shared_memory=shared_memory_of(message.shared_memory) if message.HasField("shared_memory") else None,
         chunk_bytes=message.chunk_bytes,
         topology=message.topology,
     )
-
-
-def shared_memory(message: pb.SharedMemoryOffer) -> SharedMemoryOffer:
-    """Converts where memory can be shared with the coordinator."""
-    return shared_memory_of(message)
 
 
 def assignment_frame(message: pb.ShardAssignmentResponse) -> Frame:
