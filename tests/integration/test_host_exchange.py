@@ -91,6 +91,7 @@ def test_a_contribution_that_was_given_up_reaches_no_mean():
             first = asyncio.create_task(made[1].exchange.reduce(torn))
             await asyncio.wait({first}, timeout=0.3)
             for part in torn.offer.parts:
+                assert part is not None
                 found = made[1].vectors.regions.find(part)
                 assert found
                 found[0].renew()
@@ -142,7 +143,9 @@ def test_what_is_not_finite_is_found_and_named():
             for one in made:
                 one.exchange.regroup(terms(made, one.number, NUM))
             bad = brought(made[1], SHARES[2][1], 3 * SEGMENT, NUM)
-            bad.offer.parts[0][2 * SEGMENT + 5] = np.inf
+            part = bad.offer.parts[0]
+            assert part is not None
+            part[2 * SEGMENT + 5] = np.inf
             offers = [(made[0], brought(made[0], SHARES[2][0], 3 * SEGMENT, NUM)), (made[1], bad)]
             ended = await asyncio.gather(*(one.exchange.reduce(what) for one, what in offers), return_exceptions=True)
             assert all(isinstance(error, NonFinite) for error in ended), ended
