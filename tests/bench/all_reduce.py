@@ -5,8 +5,8 @@
 
 Without --workers and --numel it measures 1,378,050 and 25,000,000 elements with 2 and 4 workers; without --topology,
 --path and --wire a star and sharded, each in float32 through shared memory and in float32 and bfloat16 over gRPC, and
-torch. torchft, Hivemind and Flower average the smaller vector, each in an environment of its own below --cache-dir. Prints one JSON object to standard output and
-progress to standard error; docs/benchmarks.md says how to read it.
+torch. torchft, Hivemind and Flower average the smaller vector, each in an environment of its own below --cache-dir.
+Prints one JSON object to standard output and progress to standard error; docs/benchmarks.md says how to read it.
 """
 
 import argparse
