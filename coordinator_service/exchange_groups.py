@@ -34,9 +34,16 @@ class Formed:
 class ExchangeGroups:
     """Forms one group after the other."""
 
-    def __init__(self, chunk_bytes: int, max_bucket_bytes: int) -> None:
-        """Starts without a group; takes the lengths of a chunk among workers, and of the longest bucket."""
+    def __init__(self, chunk_bytes: int, max_bucket_bytes: int, *, shares_memory: bool = True) -> None:
+        """Starts without a group.
+
+        Args:
+            chunk_bytes: length of a chunk among workers.
+            max_bucket_bytes: length of the longest bucket.
+            shares_memory: whether members of one host may share memory.
+        """
         self._chunk_bytes, self._max_bucket_bytes = chunk_bytes, max_bucket_bytes
+        self._shares_memory = shares_memory
         self._epoch = 0
         self._newest = 0
         self._unreachable: set[int] = set()
@@ -90,6 +97,11 @@ class ExchangeGroups:
         """Returns the members that can reduce slices."""
         return [member for member in members if self._can_own(member)]
 
+    def share_memory(self, members: Sequence[Member]) -> bool:
+        """Returns whether all members can share memory with one another."""
+        offers = [member.applicant.shared_memory for member in members]
+        return self._shares_memory and None not in offers and len({offer.host for offer in offers if offer}) == 1
+
     def obstacle(self, topology: str, members: Sequence[Member]) -> str:
         """Returns why there can be no group, or nothing."""
         outside = [m.name for m in members if topology not in m.applicant.topologies or not m.applicant.elastic]
@@ -115,4 +127,5 @@ class ExchangeGroups:
             address=member.applicant.peer_address,
             is_owner=not member.following if is_torch else self._can_own(member),
             store_address=member.applicant.store_address if is_torch else "",
+            shared_memory=member.applicant.shared_memory if self._shares_memory and not is_torch else None,
         )

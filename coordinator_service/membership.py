@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ayni.errors import IdentityTaken, Incompatible, Quarantined, UnknownWorker, WorldFull
+from ayni.shm.host import SharedMemoryOffer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +37,8 @@ class Applicant:
     """Where other workers can dial it to have slices reduced; empty when nobody can."""
     store_address: str = ""
     """Where its rendezvous store listens; empty for none."""
+    shared_memory: SharedMemoryOffer | None = None
+    """Where other workers of its host can share memory with it; None for nowhere."""
     topologies: tuple[str, ...] = ()
     """Ways of exchange among workers that it takes part in."""
     elastic: bool = False

@@ -32,7 +32,8 @@ class Regrouping:
         self._file = file
         self._epochs = epochs
         self._progress = progress
-        self._groups = ExchangeGroups(file.chunk_bytes, file.max_bucket_bytes)
+        shares_memory = file.gradients == "auto"
+        self._groups = ExchangeGroups(file.chunk_bytes, file.max_bucket_bytes, shares_memory=shares_memory)
         self._plan = TopologyPlan()
         self._told = ""
         """Why there was no group the last time; empty if there was one."""
@@ -115,6 +116,7 @@ class Regrouping:
             num_owners=len(self._groups.owners(members)),
             obstacle=self._groups.obstacle("sharded", members),
             shares_memory=all(same_host.is_connected(member.worker_id) for member in members),
+            peers_share_memory=self._groups.share_memory(members),
         )
         choice = self._plan.choose(self._situation)
         if choice.sentence:

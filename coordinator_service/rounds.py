@@ -19,10 +19,10 @@ from ayni.buckets import Bucket
 from ayni.errors import AyniError, BadChunk
 from ayni.reduce.chunks import decoded, first_element
 from ayni.reduce.reduction import Reduced
+from ayni.shm.sources import Source, source
 from coordinator_service.leases import Lease, Totals
 from coordinator_service.same_host import SameHost
 from coordinator_service.signals import Signal
-from coordinator_service.sources import Source, source
 from coordinator_service.steps import Step
 
 _BURST = {"float32": 1 << 20}

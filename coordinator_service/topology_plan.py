@@ -10,7 +10,8 @@ steps that were made give the rates: t seconds with star show N V / t as C, and 
 sharded they show f V / t as W. A rate that is not known yet counts as the other one. So the second way is tried once it
 promises enough, and what it really takes decides from then on.
 
-Where all workers share memory with the coordinator no byte travels, and it reduces.
+Where all workers share memory with the coordinator no byte travels. Then it reduces, unless the workers share memory
+with one another, too, and V is so large that sums on all processors are worth more messages.
 """
 
 from collections import deque
@@ -21,6 +22,8 @@ _STEPS = 10
 """Steps that a rate is the median of."""
 _FEWEST = 3
 """Steps after which a rate counts."""
+_SHARED_BYTES = 32 << 20
+"""Gradient bytes from which on workers that share memory with one another are quicker than one coordinator."""
 _MARGIN = 0.9
 """Part of its time that the other way must promise to need at most."""
 
@@ -34,12 +37,14 @@ class Situation:
         num_owners: K.
         obstacle: why the workers can't reduce, for people; empty if they can.
         shares_memory: whether all workers share memory with the coordinator.
+        peers_share_memory: whether they do with one another.
     """
 
     num_workers: int
     num_owners: int
     obstacle: str = ""
     shares_memory: bool = False
+    peers_share_memory: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,10 +101,21 @@ class TopologyPlan:
         if now.num_workers == 1:
             return "sharded", "alone", "one worker alone has nothing to exchange"
         if now.shares_memory:
-            return "star", "memory", "all workers share memory with the coordinator, so no bytes travel"
+            return self._in_memory(now)
         if len(self._coordinator) < _FEWEST and len(self._worker) < _FEWEST:
             return "star", "unknown", f"the links are not measured yet ({_FEWEST} steps are enough)"
         return self._compare(now)
+
+    def _in_memory(self, now: Situation) -> tuple[str, str, str]:
+        why = "all workers share memory with the coordinator, so no bytes travel"
+        if not now.peers_share_memory:
+            return "star", "memory", why
+        if not self._num_bytes:
+            return "star", "memory, unknown", f"{why}, and how many there are is not known yet"
+        size = f"{self._num_bytes / 1e6:.3g} MB a step"
+        if self._num_bytes < _SHARED_BYTES:
+            return "star", "memory, little", f"{why}, and {size} are soon added"
+        return "sharded", "memory, much", f"all workers share memory with one another, and each adds a part of {size}"
 
     def _compare(self, now: Situation) -> tuple[str, str, str]:
         coordinator, worker, link = self._rates()

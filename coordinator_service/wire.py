@@ -7,7 +7,16 @@ from functools import lru_cache
 from ayni.blocks import metadata_messages
 from ayni.buckets import BLOCK_COMPONENTS, FLAT, NON_BLOCK_COMPONENTS, Bucket
 from ayni.errors import BadRequest, SpecMismatch, TooLarge
-from ayni.messages import dtype_enum, dtype_name, group_message, origin_of, slice_of, times_of
+from ayni.messages import (
+    dtype_enum,
+    dtype_name,
+    group_message,
+    origin_of,
+    shared_memory_message,
+    shared_memory_of,
+    slice_of,
+    times_of,
+)
 from ayni.shm.host import SharedMemoryOffer
 from ayni.step_values import Commit, ExchangeGroup, MicrobatchStats, Report
 from ayni.tensors import WIRE_DTYPES, TensorSpec, position_bytes, scale_block_elements
@@ -61,6 +70,7 @@ def applicant(request: pb.JoinRequest, session: str, peer: str) -> Applicant:
         address=request.worker_address[:256],
         peer_address=request.peer_address[:256],
         store_address=request.store_address[:256],
+        shared_memory=_peer_memory(request),
         topologies=tuple(name for name in _TOPOLOGIES if name in request.topologies),
         elastic=request.elastic,
         max_microbatches=request.max_microbatches,
@@ -346,12 +356,14 @@ def _mismatch(field: str, expected: object, received: object, which: Bucket) -> 
 
 def shared_memory(offer: SharedMemoryOffer | None) -> pb.SharedMemoryOffer | None:
     """Builds where memory can be shared with the coordinator; None for nowhere."""
-    if offer is None:
+    return shared_memory_message(offer)
+
+
+def _peer_memory(request: pb.JoinRequest) -> SharedMemoryOffer | None:
+    if not request.HasField("peer_shared_memory"):
         return None
-    return pb.SharedMemoryOffer(
-        boot_id=offer.host.boot_id,
-        pid_namespace=offer.host.pid_namespace,
-        uid=offer.host.uid,
-        folder=offer.folder,
-        socket_name=offer.socket_name,
-    )
+    _limit("boot_id", len(request.peer_shared_memory.boot_id), 64)
+    _limit("folder", len(request.peer_shared_memory.folder), 4096)
+    offer = shared_memory_of(request.peer_shared_memory)
+    offer.check()
+    return offer

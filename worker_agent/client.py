@@ -315,6 +315,7 @@ async def _join(config: ClientConfig, gpu_count: int, backend: str, rounds: Slic
             facts,
             peer_address=standing.peers.address,
             store_address=standing.peers.store_address,
+            peer_shared_memory=standing.peers.shared_memory,
             topologies=standing.peers.topologies,
         )
         presence = Presence(Rejoining(dial, facts, standing, patience), standing, patience)

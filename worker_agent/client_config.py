@@ -81,5 +81,5 @@ class ClientConfig:
     """Host, without a port, at which to open a store where groups of torch.distributed find one another, in a run of
     topology "torch". Empty: none, and no part in such a run."""
     gradients: str = "auto"
-    """How gradients travel: "auto" through memory shared with the coordinator where it runs on this host, as the same
-    user; "grpc" always over gRPC."""
+    """How gradients travel: "auto" through memory shared with the coordinator, or the workers that reduce slices, where
+    they run on this host, as the same user; "grpc" always over gRPC."""

@@ -84,8 +84,8 @@ class WorkerConfig:
     follow_bytes: int = 1 << 30
     """Most memory for the means of the steps that the others make while this worker fetches the run's state."""
     gradients: str = "auto"
-    """How gradients travel: auto through memory shared with the coordinator where it runs on this host, as the same
-    user; grpc always over gRPC."""
+    """How gradients travel: auto through memory shared with the coordinator, or the workers that reduce, where they run
+    on this host, as the same user; grpc always over gRPC."""
     attach: str = "auto"
     """Whether calls to this worker travel back over a stream that it opens to the coordinator: always, never, or auto:
     when it listens on loopback and the coordinator is elsewhere."""

@@ -26,12 +26,12 @@ from ayni.v1 import coordinator_pb2 as pb
 from worker_agent.chunks import MeanBuffer, Vector, slices
 from worker_agent.contributions import Offer
 from worker_agent.faults import TransportBroken
+from worker_agent.host_calls import HostCall
 from worker_agent.lanes import Lane, Stream
-from worker_agent.same_host import SameHost, SharedParts, add_shared
+from worker_agent.same_host import SharedParts, SharesMemory, Sharing, add_shared
 from worker_agent.session import ExchangeTimes
-from worker_agent.shared_regions import SharedRegions
 
-Call = Stream | Lane
+Call = Stream | Lane | HostCall
 """A contribution's call, whose frames are encoded messages on both sides."""
 Dial = Callable[[int], Call]
 """Makes the call for a contribution whose parts are so many bytes in frames; 0: they lie in shared memory."""
@@ -99,7 +99,7 @@ async def exchange(
     dial: Dial,
     contribution: Contribution,
     traffic: Traffic,
-    same_host: SameHost | None = None,
+    same_host: SharesMemory | None = None,
     chunk_bytes: int = 0,
 ) -> Outcome:
     """Contributes to one reduction and receives its mean.
@@ -109,7 +109,7 @@ async def exchange(
         contribution: what to send, and where the mean goes. With a total weight of 0 the mean is zeros. Nothing is
             sent that the coordinator holds already.
         traffic: is added to.
-        same_host: what is shared with the coordinator; None for nothing.
+        same_host: what is shared with who reduces; None for nothing.
         chunk_bytes: length of a chunk in this run; 0 for not known.
 
     Raises:
@@ -136,14 +136,14 @@ async def exchange(
 class _Exchange:
     """One call."""
 
-    def __init__(self, call: Call, contribution: Contribution, shared: SharedRegions | None, traffic: Traffic) -> None:
+    def __init__(self, call: Call, contribution: Contribution, shared: Sharing | None, traffic: Traffic) -> None:
         self._call, self._contribution, self._shared = call, contribution, shared
         self._passing = _Passing(traffic)
 
     async def run(self, places: Mapping[int, SharedRange] | None) -> Outcome:
         """Contributes and receives; `places` says where the parts lie, None: they are sent."""
         await self._write(self._contribution.begin)
-        if isinstance(self._call, Lane):
+        if isinstance(self._call, Lane | HostCall):
             await self._send(places, self._call.accepted)
             return await self._receive(is_accepted=False)
         accepted = await self._accepted()

@@ -5,6 +5,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from ayni.shm.host import SharedMemoryOffer
 from ayni.step_values import SliceDigest
 from worker_agent.contributions import Offer
 from worker_agent.exchange import Outcome
@@ -59,6 +60,8 @@ class Peers:
     """Where others dial this worker to have slices reduced; empty when nobody can."""
     store_address: str = ""
     """Where its store for rendezvous listens; empty for none."""
+    shared_memory: SharedMemoryOffer | None = None
+    """Where workers of its host share memory with it; None for nowhere."""
     server: AsyncExitStack = field(default_factory=AsyncExitStack)
     """What this worker listens with for it, where nothing else of it listens."""
     on_lost: OnLost = lambda generation, members: None

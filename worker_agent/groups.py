@@ -11,8 +11,9 @@ Belongs to the event loop; one membership has one `Groups`.
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from ayni.buckets import Bucket
 from ayni.errors import (
@@ -65,24 +66,35 @@ class _Entry:
             self.first.set_exception(error)
 
 
+class Beats(Protocol):
+    """Sends heartbeats."""
+
+    def beat_now(self) -> None:
+        """Sends one at once."""
+
+    def beat_soon(self) -> None:
+        """Sends one, unless it is spared."""
+
+    def spare(self) -> None:
+        """Says that another call that leaves now says what the one would say that is to be sent soon."""
+
+
 class Groups:
     """What this worker does in exchange groups, one after the other."""
 
-    def __init__(
-        self, repeating: Repeating, membership: Membership, standing: Standing, beat_now: Callable[[], None]
-    ) -> None:
+    def __init__(self, repeating: Repeating, membership: Membership, standing: Standing, beats: Beats) -> None:
         """Starts without a group.
 
         Args:
             repeating: calls the coordinator, which reduces what no group does.
             membership: of this worker.
             standing: what it says of itself, and its ways of exchange.
-            beat_now: sends a heartbeat at once.
+            beats: sends heartbeats.
         """
         self._repeating = repeating
         self._membership = membership
         self._standing = standing
-        self._beat_now = beat_now
+        self._beats = beats
         self._terms: Terms | None = None
         self._entries: list[_Entry] = []
         self._said = ""
@@ -177,6 +189,7 @@ class Groups:
         self._tell_of(assignment.lease_id)
         while True:
             terms = await self._settled(assignment)
+            self._beats.spare()
             taken = () if assignment.extra else self._exchange(terms.group).slices(terms.moment)
             said = replace(report, generation=terms.moment.generation, slices=taken)
             try:
@@ -284,7 +297,7 @@ class Groups:
         if isinstance(outcome, Exception):
             if isinstance(outcome, _FINAL) and not self._standing.failed_reduction:
                 self._standing.failed_reduction = outcome.message
-                self._beat_now()
+                self._beats.beat_now()
             entry.fail(outcome)
         else:
             assert outcome, "only what was stopped has no outcome"
@@ -327,7 +340,7 @@ class Groups:
         said = self._standing.contributed_leases
         if 0 < num_sent == self._num_buckets[lease_id] and lease_id not in said:
             self._standing.contributed_leases = (*said, lease_id)
-            self._beat_now()
+            self._beats.beat_soon()
 
     def _lost(self, generation: int, members: Sequence[int]) -> None:
         said = self._standing.lost_owners
@@ -336,7 +349,7 @@ class Groups:
             names = ", ".join(self._terms.name_of(member) for member in news)
             _log.warning("%s, which reduces slices, can't be reached from here: the coordinator is told", names)
             self._standing.lost_owners = (*said, *news)
-            self._beat_now()
+            self._beats.beat_now()
 
     def _exchange(self, group: ExchangeGroup) -> GroupExchange:
         found = self._standing.peers.exchanges.get(group.topology)

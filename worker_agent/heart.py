@@ -17,6 +17,8 @@ from worker_agent.standing import Standing
 
 _IMPATIENT_S = 0.05
 """Pause between heartbeats while training waits for the answer of one."""
+_SOON_S = 0.02
+"""How long a heartbeat waits for another call that says the same."""
 
 
 class Heart:
@@ -41,9 +43,25 @@ class Heart:
         self._standing = standing
         self._changes = changes
         self._beat_now = asyncio.Event()
+        self._soon: asyncio.TimerHandle | None = None
 
     def beat_now(self) -> None:
         """Sends the next heartbeat at once."""
+        self._beat_now.set()
+
+    def beat_soon(self) -> None:
+        """Sends a heartbeat in a moment, unless it is spared."""
+        if self._soon is None:
+            self._soon = asyncio.get_running_loop().call_later(_SOON_S, self._beat_at_last)
+
+    def spare(self) -> None:
+        """Spares the heartbeat that is to be sent soon: another call says the same."""
+        if self._soon is not None:
+            self._soon.cancel()
+            self._soon = None
+
+    def _beat_at_last(self) -> None:
+        self._soon = None
         self._beat_now.set()
 
     async def beat(self) -> Exception:

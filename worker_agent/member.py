@@ -85,7 +85,7 @@ class Member:
         self._same_host = SameHost(membership.shared_memory, membership.session, standing.vectors)
         self._heart = Heart(coordinator, membership, standing, self._changes)
         repeating = Repeating(coordinator, self.news, standing, self._same_host)
-        self._groups = Groups(repeating, membership, standing, self._heart.beat_now)
+        self._groups = Groups(repeating, membership, standing, self._heart)
 
     @property
     def taken(self) -> ShardAssignment | None:

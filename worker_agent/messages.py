@@ -10,8 +10,17 @@ from datetime import timedelta
 from ayni.blocks.metadata import WorkerMetadata
 from ayni.blocks.metadata_messages import metadata_of
 from ayni.errors import AyniError
-from ayni.messages import dtype_enum, dtype_name, group_of, origin_message, slice_message, times_message
-from ayni.shm.host import HostIdentity, SharedMemoryOffer
+from ayni.messages import (
+    dtype_enum,
+    dtype_name,
+    group_of,
+    origin_message,
+    shared_memory_message,
+    shared_memory_of,
+    slice_message,
+    times_message,
+)
+from ayni.shm.host import SharedMemoryOffer
 from ayni.step_values import ExchangeGroup, Origin
 from ayni.tensors import TensorSpec, scale_block_elements
 from ayni.v1 import coordinator_pb2 as pb
@@ -57,6 +66,7 @@ class JoinFacts:
     memory_bytes: int = 0
     peer_address: str = ""
     store_address: str = ""
+    peer_shared_memory: SharedMemoryOffer | None = None
     topologies: tuple[str, ...] = ()
     follows_wire_type: bool = True
     """Whether it contributes in the type that each lease says."""
@@ -214,6 +224,7 @@ def join_request(facts: JoinFacts, protocol_version: int) -> pb.JoinRequest:
         memory_bytes=facts.memory_bytes,
         peer_address=facts.peer_address,
         store_address=facts.store_address,
+        peer_shared_memory=shared_memory_message(facts.peer_shared_memory),
         topologies=facts.topologies,
         follows_wire_type=facts.follows_wire_type,
     )
@@ -229,16 +240,10 @@ def membership(message: pb.JoinResponse) -> Membership:
         lease=message.lease.ToTimedelta(),
         heartbeat_interval=message.heartbeat_interval.ToTimedelta(),
         wire_type=dtype_name(message.wire_type),
-        shared_memory=shared_memory(message.shared_memory) if message.HasField("shared_memory") else None,
+        shared_memory=shared_memory_of(message.shared_memory) if message.HasField("shared_memory") else None,
         chunk_bytes=message.chunk_bytes,
         topology=message.topology,
     )
-
-
-def shared_memory(message: pb.SharedMemoryOffer) -> SharedMemoryOffer:
-    """Converts where memory can be shared with the coordinator."""
-    host = HostIdentity(boot_id=message.boot_id, pid_namespace=message.pid_namespace, uid=message.uid)
-    return SharedMemoryOffer(host=host, folder=message.folder, socket_name=message.socket_name)
 
 
 def assignment_frame(message: pb.ShardAssignmentResponse) -> Frame:

@@ -23,8 +23,9 @@ from ayni.servers import TokenInterceptor, add_health_and_reflection, add_servic
 from ayni.v1 import coordinator_pb2 as pb
 from ayni.v1 import peer_pb2
 from worker_agent.peer_messages import slice_offer_of
+from worker_agent.slice_contribution import WINDOW_CHUNKS, SliceContribution
 from worker_agent.slice_offers import GROUP_HEADER
-from worker_agent.slice_rounds import WINDOW_CHUNKS, SliceContribution, SliceRounds
+from worker_agent.slice_rounds import SliceRounds
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ class PeerServicer:
         secret = dict(context.invocation_metadata() or ()).get(GROUP_HEADER)
         if not secret:
             raise TokenRefused(f"the call has no {GROUP_HEADER}: only members of an exchange group may contribute")
-        begin = await _begin(context)
+        begin = begin_of(await _first(context))
         contribution = await self._rounds.admit(slice_offer_of(begin), str(secret))
         try:
             await _exchange(context, contribution)
@@ -81,14 +82,19 @@ async def listening(rounds: SliceRounds, listen: str, token: str, tls: ServerTls
         await server.stop(grace=_GRACE_S)
 
 
-async def _begin(context: Context) -> peer_pb2.SliceBegin:
+async def _first(context: Context) -> bytes:
     try:
         async with asyncio.timeout(_BEGIN_S):
             frame = await context.read()
     except TimeoutError:
         sentence = f"nothing came on a stream for a slice within {_BEGIN_S:g} s"
         raise Deadline(sentence, waiting_for="begin", timeout=_BEGIN_S) from None
-    number, content = frames.decode_frame(b"" if frame is grpc.aio.EOF else frame)
+    return b"" if frame is grpc.aio.EOF else frame
+
+
+def begin_of(frame: bytes) -> peer_pb2.SliceBegin:
+    """Returns what the first frame of a contribution says; raises BadRequest where it is another one."""
+    number, content = frames.decode_frame(frame)
     if number != _BEGIN_FIELD or isinstance(content, frames.ChunkView):
         raise BadRequest("the first frame of a stream for a slice must be `begin`", field="begin")
     try:
@@ -124,7 +130,7 @@ async def _write(context: Context, contribution: SliceContribution) -> None:
         await context.write(peer_pb2.ReduceSliceResponse(accepted=accepted).SerializeToString())
         while (chunk := await contribution.next_chunk()) is not None:
             await context.write(live.frame(*chunk))
-        complete = peer_pb2.ReduceSliceResponse(complete=_complete(contribution))
+        complete = peer_pb2.ReduceSliceResponse(complete=complete_of(contribution))
         await context.write(complete.SerializeToString())
     except grpc.aio.InternalError as error:
         _log.debug("%s: the client is gone: %s", contribution.offer.name, error)
@@ -143,7 +149,8 @@ async def _read(context: Context, contribution: SliceContribution) -> None:
         await contribution.room()
 
 
-def _complete(contribution: SliceContribution) -> pb.RoundComplete:
+def complete_of(contribution: SliceContribution) -> pb.RoundComplete:
+    """Returns the last frame's content."""
     reduction = contribution.live.round
     loss, num_correct, num_predictions = contribution.live.totals()
     return pb.RoundComplete(

@@ -13,6 +13,7 @@ import asyncio
 import logging
 from collections.abc import Iterable, Mapping
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from ayni.errors import AyniError
 from ayni.frames import ChunkView, SharedRange
 from ayni.shm.host import SharedMemoryOffer
 from ayni.shm.memory import can_share
-from ayni.shm.regions import Region, Regions
+from ayni.shm.regions import MappedRegion, Region, Regions
 from worker_agent.chunks import MeanBuffer, Vector, slices
 from worker_agent.faults import TransportBroken
 from worker_agent.shared_regions import SharedRegions
@@ -138,10 +139,35 @@ class SameHost:
         return shared
 
 
+class Sharing(Protocol):
+    """What a contribution needs of who reduces it in shared memory."""
+
+    @property
+    def name(self) -> str:
+        """Names who reduces."""
+
+    async def lend(self, region: Region) -> None:
+        """Has a region of this worker mapped there."""
+
+    async def borrow(self, region_id: int) -> MappedRegion:
+        """Returns a region from there, mapped."""
+
+
+class SharesMemory(Protocol):
+    """Who may share memory with this worker."""
+
+    @property
+    def vectors(self) -> SharedVectors:
+        """Of this worker."""
+
+    async def regions(self) -> Sharing | None:
+        """Returns the connection, or None: then gradients travel over gRPC."""
+
+
 class SharedParts:
     """One contribution's parts in shared memory."""
 
-    def __init__(self, shared: SharedRegions, vectors: SharedVectors) -> None:
+    def __init__(self, shared: Sharing, vectors: SharedVectors) -> None:
         """Starts without parts."""
         self._shared = shared
         self._vectors = vectors
@@ -191,8 +217,8 @@ class SharedParts:
             self._vectors.unstage(staged.result())
 
 
-async def add_shared(shared: SharedRegions | None, mean: MeanBuffer, chunk: ChunkView, place: SharedRange) -> None:
-    """Copies a run of the mean out of the coordinator's memory.
+async def add_shared(shared: Sharing | None, mean: MeanBuffer, chunk: ChunkView, place: SharedRange) -> None:
+    """Copies a run of the mean out of the memory of who reduces.
 
     Raises:
         TransportBroken: there is no such run, it can't be read, or it was written to meanwhile.
@@ -203,11 +229,11 @@ async def add_shared(shared: SharedRegions | None, mean: MeanBuffer, chunk: Chun
     try:
         region = await shared.borrow(place.region)
     except AyniError as error:
-        raise TransportBroken(f"the coordinator's memory with a mean can't be read: {error}") from error
+        raise TransportBroken(f"the memory of {shared.name} with a mean can't be read: {error}") from error
     stop = place.offset_bytes + place.length_bytes
     if stop > region.size:
-        raise TransportBroken(f"the coordinator says that a mean ends at byte {stop} of {region.size} of its memory")
+        raise TransportBroken(f"{shared.name} says that a mean ends at byte {stop} of {region.size} of its memory")
     data = region.bytes[place.offset_bytes : stop].data
     mean.add(ChunkView(chunk.offset_bytes, chunk.part, None, data))
     if region.generation != place.generation:
-        raise TransportBroken("the coordinator went on before this worker had read the mean")
+        raise TransportBroken(f"{shared.name} went on before this worker had read the mean")

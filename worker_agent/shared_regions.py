@@ -33,6 +33,7 @@ class SharedRegions:
     def __init__(self, calls: RegionCalls, ours: Regions) -> None:
         """Uses a connection over which nothing was lent yet; see `connect`."""
         self.ours = ours
+        self.name = COORDINATOR
         self._calls = calls
         self._lent: dict[int, asyncio.Task[None]] = {}
         self._borrowed: dict[int, asyncio.Task[MappedRegion]] = {}

@@ -11,13 +11,16 @@ from dataclasses import dataclass
 from ayni.buckets import Bucket
 from ayni.errors import BadRequest, Duplicate, NonFinite, NotLeased, SpecMismatch, StaleEpoch, TokenRefused, TooLarge
 from ayni.slices import slice_bounds
-from ayni.step_values import ExchangeGroup, MicrobatchStats
-from ayni.tensors import TensorSpec
+from ayni.step_values import ExchangeGroup, GroupMember, MicrobatchStats
+from ayni.tensors import TensorSpec, position_bytes
 
 GROUP_HEADER = "ayni-group"
 """Metadata of a call that carries the secret of its group."""
 
 _LARGEST_COUNT = 1 << 44
+
+_NEAR_ELEMENTS = 1 << 16
+"""Elements of a chunk where all of a group share memory: nothing is sent, and so many stay in the cache."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
@@ -52,6 +55,18 @@ class Terms:
         if self.worker_id not in owners:
             return 0, 0
         return slice_bounds(spec.num_elements, len(owners), bucket)[owners.index(self.worker_id)]
+
+    def is_near(self, member: GroupMember) -> bool:
+        """Returns whether another member can share memory with this one: both say so, and are on one host."""
+        own = self.group.member(self.worker_id)
+        ours, theirs = own.shared_memory if own else None, member.shared_memory
+        return ours is not None and theirs is not None and ours.host == theirs.host
+
+    @property
+    def chunk_elements(self) -> int:
+        """Elements of every chunk but a slice's last one; every member knows this of every owner."""
+        most = self.group.chunk_bytes // position_bytes(self.wire_type)
+        return min(most, _NEAR_ELEMENTS) if all(self.is_near(member) for member in self.group.members) else most
 
     def name_of(self, worker_id: int) -> str:
         """Returns a member's name, for people."""

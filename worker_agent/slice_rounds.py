@@ -17,30 +17,26 @@ Belongs to the event loop.
 
 import asyncio
 import logging
-import math
 from collections.abc import Sequence
-
-import numpy as np
 
 from ayni import frames, tensors
 from ayni.buckets import Bucket
-from ayni.errors import AyniError, Deadline, NonFinite, RoundRestarted, StaleEpoch, TooLarge, WeightMismatch
-from ayni.reduce.chunks import arrived
+from ayni.errors import AyniError, Deadline, RoundRestarted, StaleEpoch, TooLarge, WeightMismatch
+from ayni.reduce.digest import MeanDigest
 from ayni.reduce.places import MeanPlace
 from ayni.reduce.reduction import Fate, Reduced, Round
-from ayni.reduce.refusals import SUM_OF_ALL
 from ayni.reduce.thread_digest import digest_for
 from ayni.step_values import MicrobatchStats, SliceDigest
 from ayni.tensors import Floats, TensorSpec
 from worker_agent.changes import Change
+from worker_agent.slice_budget import Budget, exact_sum
+from worker_agent.slice_contribution import SliceContribution
 from worker_agent.slice_offers import SliceOffer, Terms, check, check_secret, duplicate, mismatch
+from worker_agent.slice_pump import SlicePump
+from worker_agent.slice_stores import Store, Stores
 
 _log = logging.getLogger(__name__)
 
-WINDOW_CHUNKS = 8
-"""Chunks of one contribution that wait in memory before its worker is slowed down."""
-_WORKER_CHUNKS = 32
-"""The same over all contributions of a worker."""
 _FRAMES = 8
 """Frames of a mean that are kept for the next who takes it."""
 _MOST_BUCKETS = 1 << 16
@@ -49,43 +45,34 @@ _WAIT_S = 120.0
 """How long a contribution waits for the coordinator to tell this worker of its group."""
 
 
-class Budget:
-    """What one worker has in flight over all of its contributions."""
-
-    def __init__(self) -> None:
-        """Starts empty."""
-        self.contributions: set[SliceContribution] = set()
-        self.changed = Change()
-        """Announced when there may be room for more."""
-
-    @property
-    def is_full(self) -> bool:
-        """Whether nothing more is read than one chunk of each."""
-        return sum(contribution.backlog for contribution in self.contributions) >= _WORKER_CHUNKS
-
-
 class SliceRound:
     """One slice of one bucket, and everybody who contributes to it."""
 
-    def __init__(self, terms: Terms, offer: SliceOffer, store_S: Floats) -> None:
-        """Opens it for a first contribution, whose tensor all others must have; the mean goes to `store_S`."""
+    def __init__(self, terms: Terms, offer: SliceOffer, store: Store) -> None:
+        """Opens it for a first contribution, whose tensor all others must have; the mean goes to `store`."""
         self.bucket = offer.bucket
         self.start = offer.start
         self.whole = offer.spec
-        self.store_S = store_S
+        self.store, self.store_S = store, store.mean_S
+        self.pump = SlicePump(self)
+        """Adds what lies in shared memory."""
         self.contributions: dict[int, SliceContribution] = {}
         """The stream of each lease, which may have ended."""
+        self.name_of = terms.name_of
+        self.homes: list[Floats] = []
+        """Where this very worker wants the mean: it is copied while it is in the cache."""
         self.change = Change()
         """Announced when there is more of the mean, and when nobody needs to wait for it any more."""
-        self.chunk_elements = terms.group.chunk_bytes // tensors.position_bytes(terms.wire_type)
+        self.chunk_elements = terms.chunk_elements
         self.round = Round(
             label=offer.name,
-            spec=TensorSpec(dtype=terms.wire_type, num_elements=store_S.size),
+            spec=TensorSpec(dtype=terms.wire_type, num_elements=self.store_S.size),
             num_microbatches=terms.num_microbatches,
             chunk_elements=self.chunk_elements,
             expected=(),
             place=MeanPlace(
-                new_digest=digest_for(store_S.size), mean_N=store_S if terms.wire_type == "float32" else None
+                new_digest=MeanDigest if store.region else digest_for(self.store_S.size),
+                mean_N=self.store_S if terms.wire_type == "float32" else None,
             ),
         )
         self._dtype = tensors.mean_dtype(terms.wire_type)
@@ -112,7 +99,7 @@ class SliceRound:
             before.fail(self._restarted("its worker has begun again"))
         reduced: Sequence[Reduced] = ()
         if not is_held:
-            self._take_back(offer.lease_id)
+            self.take_back(offer.lease_id)
             reduced = self.round.begin(offer.lease_id, name, self.round.spec, offer.weights)
             self._stats.update({stats.microbatch: stats for stats in offer.stats})
         found = SliceContribution(self, offer, budget, is_held=is_held)
@@ -122,14 +109,21 @@ class SliceRound:
 
     def publish(self, reduced: Sequence[Reduced]) -> None:
         """Takes finished chunks into the store, as they travel, and wakes whoever waits."""
+        if reduced and not self.pump.is_intact:
+            self._start_again("a contribution in shared memory was given up before it was added everywhere")
+            return
         for chunk in reduced:
             assert chunk.offset == self.emitted, "chunks of a mean come in order"
             stop = chunk.offset + chunk.values_C.size
             if self.round.mean_N is None:
-                payload = tensors.encode(chunk.values_C, self._dtype)
-                tensors.decode_into(payload, self._dtype, self.store_S[chunk.offset : stop])
+                self.store.put(chunk.values_C, chunk.offset)
+            for home_S in self.homes:
+                home_S[chunk.offset : stop] = self.store_S[chunk.offset : stop]
             self.emitted = stop
+        if self.round.complete:
+            self.pump.clear()
         if reduced or self.round.complete:
+            self.pump.wake()
             self.change.announce()
             for contribution in self.contributions.values():
                 contribution.budget.changed.announce()
@@ -150,7 +144,7 @@ class SliceRound:
         stats = [self._stats[microbatch] for microbatch in sorted(self._stats)]
         losses = [one.loss_sum for one in stats if one.loss_sum is not None]
         weight = self.round.total_weight
-        loss = (_exact_sum(losses) / weight if weight else 0.0) if len(losses) == len(stats) else None
+        loss = (exact_sum(losses) / weight if weight else 0.0) if len(losses) == len(stats) else None
         return loss, sum(one.num_correct for one in stats), sum(one.num_predictions for one in stats)
 
     def digest(self) -> SliceDigest:
@@ -168,6 +162,8 @@ class SliceRound:
     def fail(self, error: AyniError) -> None:
         """Ends every contribution with an error."""
         self._frames.clear()
+        self.pump.clear()
+        self.homes.clear()
         for contribution in list(self.contributions.values()):
             contribution.fail(error)
 
@@ -176,113 +172,27 @@ class SliceRound:
         if not any(one.offer.takes_mean and one.is_open for one in self.contributions.values()):
             self._frames.clear()
 
-    def _take_back(self, lease_id: int) -> None:
+    def take_back(self, lease_id: int) -> None:
         """Takes out what had come of a lease in part, or all where that can't be."""
+        self.pump.drop(lease_id)
         if not self.round.has_begun(lease_id):
             return
         fate, _ = self.round.drop(lease_id, is_over=False)
         if fate is Fate.PARTIAL:
-            self.round.restart(())
-            self.emitted = 0
-            self.fail(self._restarted("a part of another contribution was lost"))
-            self.contributions.clear()
-            self._stats.clear()
+            self._start_again("a part of another contribution was lost")
+
+    def _start_again(self, detail: str) -> None:
+        """Has everybody contribute again: what was added can't be taken out of a sum."""
+        self.round.restart(())
+        self.emitted = 0
+        self.store.renew()
+        self.fail(self._restarted(detail))
+        self.contributions.clear()
+        self._stats.clear()
 
     def _restarted(self, detail: str) -> RoundRestarted:
         sentence = f"{self.round.label} starts again: {detail}"
         return RoundRestarted(sentence, bucket=self.bucket, detail=detail)
-
-
-class SliceContribution:
-    """One lease's contribution to one slice, over the network or from this very worker."""
-
-    def __init__(self, live: SliceRound, offer: SliceOffer, budget: Budget, *, is_held: bool) -> None:
-        """Registers with its worker's budget; `is_held` says that all of it is here already."""
-        self.live = live
-        self.offer = offer
-        self.is_held = is_held
-        self.is_open = True
-        """Whether it is served still."""
-        self.failure: asyncio.Future[AyniError] = asyncio.get_running_loop().create_future()
-        """Done when the contribution was refused or given up."""
-        self.budget = budget
-        self._position = 0
-        budget.contributions.add(self)
-
-    @property
-    def failed(self) -> bool:
-        """Whether the contribution was refused or given up."""
-        return self.failure.done()
-
-    @property
-    def chunk_bytes(self) -> int:
-        """Length of every chunk but the last; see `RoundAccepted`."""
-        return self.live.chunk_elements * tensors.position_bytes(self.live.round.spec.dtype)
-
-    @property
-    def backlog(self) -> int:
-        """Chunk positions ahead of the mean."""
-        return 0 if self.failed else self.live.round.backlog(self.offer.lease_id)
-
-    def arrive(self, frame: bytes) -> None:
-        """Adds the chunk in a frame.
-
-        Raises:
-            BadChunk, NonFinite, BadRequest, Checksum: the frame is refused; nothing of it was added.
-        """
-        live = self.live
-        chunk = arrived(frame, live.round.label, live.round.spec.dtype, live.chunk_elements)
-        self.add(chunk.part, chunk.offset, chunk.values_C)
-
-    def add(self, part: int, offset: int, values_C: Floats) -> None:
-        """Adds a chunk, shape [C], which must not change afterwards; see `Round.contribute`."""
-        live = self.live
-        try:
-            live.publish(live.round.contribute(self.offer.lease_id, part, offset, values_C))
-        except NonFinite as error:
-            if error.metadata["worker"] == SUM_OF_ALL:
-                live.fail(error)
-            raise
-
-    async def room(self) -> None:
-        """Waits until the next chunk may be read. Ends at once when the contribution failed."""
-        while not self.failed and not self._has_room():
-            await self.budget.changed.wait()
-
-    async def next_chunk(self) -> tuple[int, int] | None:
-        """Waits for the next chunk [start, stop) of the mean in the store; None after the last.
-
-        Raises:
-            AyniError: the contribution was refused or given up.
-        """
-        live = self.live
-        while not self.failed:
-            if self._position < live.emitted and self.offer.takes_mean:
-                start = self._position
-                self._position = min(start + live.chunk_elements, live.store_S.size)
-                return start, self._position
-            if live.round.complete:
-                return None
-            await live.change.wait()
-        raise self.failure.result()
-
-    def fail(self, error: AyniError) -> None:
-        """Ends the contribution. The first error counts."""
-        if not self.failed:
-            self.failure.set_result(error)
-        self.live.change.announce()
-        self.budget.changed.announce()
-
-    def close(self) -> None:
-        """Leaves the worker's budget: nobody serves it any more."""
-        self.is_open = False
-        self.budget.contributions.discard(self)
-        self.live.forget_frames()
-        self.budget.changed.announce()
-
-    def _has_room(self) -> bool:
-        ahead = self.backlog
-        return ahead == 0 or (ahead < WINDOW_CHUNKS and not self.budget.is_full)
 
 
 class SliceRounds:
@@ -295,8 +205,9 @@ class SliceRounds:
         self._rounds: dict[Bucket, SliceRound] = {}
         self._budgets: dict[int, Budget] = {}
         self._weights: dict[int, int] = {}
-        self._free: dict[int, list[Floats]] = {}
         self._told = Change()
+        self.stores = Stores()
+        """Where means are put together."""
 
     def open(self, terms: Terms) -> None:
         """Ends what came before; contributions under these terms are taken from now on."""
@@ -310,9 +221,7 @@ class SliceRounds:
         generation = terms.moment.generation if terms else 0
         for live in self._rounds.values():
             live.fail(StaleEpoch(f"{live.round.label}: {why}", epoch=generation, current_epoch=generation))
-        self._free = {}
-        for live in self._rounds.values():
-            self._free.setdefault(live.store_S.size, []).append(live.store_S)
+        self.stores.take_back([live.store for live in self._rounds.values()])
         self._rounds.clear()
         self._budgets.clear()
         self._weights.clear()
@@ -352,7 +261,12 @@ class SliceRounds:
         self._check_weights(offer)
         live = self._rounds.get(offer.bucket) or self._new(terms, offer)
         budget = self._budgets.get(offer.worker_id) or Budget()
-        found = live.begin(offer, terms.name_of(offer.worker_id), budget)
+        try:
+            found = live.begin(offer, terms.name_of(offer.worker_id), budget)
+        except AyniError:
+            if offer.bucket not in self._rounds:
+                self.stores.put_back(live.store)
+            raise
         self._rounds[offer.bucket], self._budgets[offer.worker_id] = live, budget
         self._weights.update(offer.weights)
         return found
@@ -365,7 +279,9 @@ class SliceRounds:
         if len(self._rounds) >= _MOST_BUCKETS:
             sentence = f"{offer.name}: there are {_MOST_BUCKETS} buckets, and no more are taken"
             raise TooLarge(sentence, field="bucket", limit=_MOST_BUCKETS, received=_MOST_BUCKETS + 1)
-        return SliceRound(terms, offer, self._store(offer.stop - offer.start))
+        is_near = self._is_near(terms)
+        store = self.stores.take(offer.stop - offer.start, tensors.mean_dtype(terms.wire_type), is_near)
+        return SliceRound(terms, offer, store)
 
     def _check_weights(self, offer: SliceOffer) -> None:
         for microbatch, weight in offer.weights.items():
@@ -374,14 +290,7 @@ class SliceRounds:
                 sentence = f"{offer.name}: micro-batch {microbatch} has weight {weight}; another bucket said {known}"
                 raise WeightMismatch(sentence, microbatch=microbatch, expected=known, received=weight)
 
-    def _store(self, num_elements: int) -> Floats:
-        free = self._free.get(num_elements)
-        return free.pop() if free else np.empty(num_elements, np.float32)
-
-
-def _exact_sum(losses: Sequence[float]) -> float:
-    """Returns the sum of the losses, rounded once; infinite when it is beyond float64."""
-    try:
-        return math.fsum(losses)
-    except OverflowError:
-        return math.inf
+    @staticmethod
+    def _is_near(terms: Terms) -> bool:
+        """Returns whether any other member can read a mean where it is put together."""
+        return any(terms.is_near(member) for member in terms.group.members if member.worker_id != terms.worker_id)

@@ -7,7 +7,10 @@ from ayni.channels import open_channel
 from ayni.endpoints import Address, parse_address
 from ayni.settings import SettingsError
 from worker_agent.client_config import ClientConfig
+from worker_agent.host_calls import HostPeers
+from worker_agent.host_service import serving_host
 from worker_agent.peer_exchange import ShardedExchange
+from worker_agent.peer_regions import PeerRegions
 from worker_agent.peer_service import listening
 from worker_agent.slice_rounds import SliceRounds
 from worker_agent.standing import Standing
@@ -42,9 +45,23 @@ async def take_part(config: ClientConfig, standing: Standing, rounds: SliceRound
     dial = partial(
         open_channel, token=config.token, tls=config.tls, insecure=config.insecure, keepalive=config.keepalive
     )
-    peers.exchanges["sharded"] = ShardedExchange(own, dial, standing.traffic, peers.lost)
+    near = await _near(standing, own) if rounds or config.peer_listen else None
+    peers.exchanges["sharded"] = ShardedExchange(own, dial, standing.traffic, peers.lost, near)
     if config.store_listen:
         peers.exchanges["torch"] = await _torch_exchange(config, standing, backend)
+
+
+async def _near(standing: Standing, rounds: SliceRounds) -> HostPeers | None:
+    """Opens a socket for workers of this host; returns how others' are reached, None where nothing is shared."""
+    if not standing.vectors.is_wanted:
+        return None
+    regions = PeerRegions()
+    offer = await standing.peers.server.enter_async_context(serving_host(rounds, regions))
+    if offer is None:
+        return None
+    standing.peers.shared_memory = offer
+    rounds.stores.regions = standing.vectors.regions
+    return HostPeers(standing.vectors, regions)
 
 
 async def _torch_exchange(config: ClientConfig, standing: Standing, backend: str) -> TorchExchange:

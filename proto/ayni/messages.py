@@ -6,6 +6,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from ayni.buckets import FLAT, NON_BLOCK_COMPONENTS, Bucket
 from ayni.errors import BadRequest
+from ayni.shm.host import HostIdentity, SharedMemoryOffer
 from ayni.step_values import ExchangeGroup, GroupMember, Origin, SliceDigest, StepTimes
 from ayni.v1 import coordinator_pb2 as pb
 from ayni.v1 import tensor_pb2
@@ -90,6 +91,25 @@ def bucket_of(message: pb.BucketName) -> Bucket:
     return FLAT
 
 
+def shared_memory_message(offer: SharedMemoryOffer | None) -> pb.SharedMemoryOffer | None:
+    """Returns where memory can be shared with a process as a message; None for nowhere."""
+    if offer is None:
+        return None
+    return pb.SharedMemoryOffer(
+        boot_id=offer.host.boot_id,
+        pid_namespace=offer.host.pid_namespace,
+        uid=offer.host.uid,
+        folder=offer.folder,
+        socket_name=offer.socket_name,
+    )
+
+
+def shared_memory_of(message: pb.SharedMemoryOffer) -> SharedMemoryOffer:
+    """Returns where memory can be shared with a process; nothing of it was checked."""
+    host = HostIdentity(boot_id=message.boot_id, pid_namespace=message.pid_namespace, uid=message.uid)
+    return SharedMemoryOffer(host=host, folder=message.folder, socket_name=message.socket_name)
+
+
 def group_message(group: ExchangeGroup) -> pb.ExchangeGroup:
     """Returns an exchange group as a message."""
     members = [
@@ -99,6 +119,7 @@ def group_message(group: ExchangeGroup) -> pb.ExchangeGroup:
             address=member.address,
             is_owner=member.is_owner,
             store_address=member.store_address,
+            shared_memory=shared_memory_message(member.shared_memory),
         )
         for member in group.members
     ]
@@ -121,6 +142,7 @@ def group_of(message: pb.ExchangeGroup) -> ExchangeGroup:
             address=member.address,
             is_owner=member.is_owner,
             store_address=member.store_address,
+            shared_memory=shared_memory_of(member.shared_memory) if member.HasField("shared_memory") else None,
         )
         for member in message.members
     )

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ayni.buckets import Bucket
+from ayni.shm.host import SharedMemoryOffer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +76,8 @@ class GroupMember:
     """Whether it reduces slices; with topology "torch", whether its sums count."""
     store_address: str = ""
     """Where its rendezvous store listens; empty unless the topology is "torch"."""
+    shared_memory: SharedMemoryOffer | None = None
+    """Where members of its host can share memory with it; None for nowhere."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,10 +4,9 @@
         [--wire float32] [--keep]
 
 Without --workers and --numel it measures 1,378,050 and 25,000,000 elements with 2 and 4 workers; without --topology,
---path and --wire a star in float32 through shared memory and in float32 and bfloat16 over gRPC, sharded in both, and
-torch. torchft, Hivemind and Flower average the
-smaller vector, each in an environment of its own below --cache-dir. Prints one JSON object to standard output and
-progress to standard error; docs/benchmarks.md says how to read it.
+--path and --wire a star and sharded, each in float32 through shared memory and in float32 and bfloat16 over gRPC, and
+torch. torchft, Hivemind and Flower average the smaller vector, each in an environment of its own below --cache-dir.
+Prints one JSON object to standard output and progress to standard error; docs/benchmarks.md says how to read it.
 """
 
 import argparse
@@ -33,6 +32,7 @@ from tests.bench.reduce_rows import commit_seconds, rows_of, seconds_of
 WORKERS, NUMELS = (2, 4), (1_378_050, 25_000_000)
 KINDS = (
     ("star", "shm", "float32"),
+    ("sharded", "shm", "float32"),
     ("star", "grpc", "float32"),
     ("star", "grpc", "bfloat16"),
     ("sharded", "grpc", "float32"),
@@ -131,8 +131,8 @@ def _arguments() -> argparse.Namespace:
     given = parser.parse_args()
     if given.workers == 1 or min(given.workers, given.numel, given.repeat) < 0:
         parser.error("--workers must be at least 2, --numel and --repeat at least 1")
-    if given.topology not in ("", "star") and given.path == "shm":
-        parser.error("--path shm goes with --topology star only")
+    if given.topology == "torch" and given.path == "shm":
+        parser.error("--path shm goes with --topology star and sharded only")
     if given.topology == "torch" and given.wire not in ("", "float32"):
         parser.error("--topology torch goes with --wire float32 only")
     given.peers = given.peers.split(",")

@@ -32,12 +32,14 @@ class Case:
     repeat: int
     wire: str
     path: str
-    """"shm" or "grpc"; with a topology other than "star" nothing goes through shared memory."""
+    """"shm" or "grpc"; with topology "torch" nothing goes through shared memory."""
     topology: str = "star"
     """"star", "sharded" or "torch"."""
 
     def __str__(self) -> str:
         way = self.path if self.topology == "star" else self.topology
+        if self.topology != "star" and self.path == "shm":
+            way += " shm"
         return f"{self.numel:,} {self.wire} {way}, {self.workers} workers"
 
     @property

@@ -16,8 +16,10 @@ _CPU_GOAL = 1.3
 
 def gloo_goal(case: Case) -> float | None:
     """What the time of an all-reduce may be, of Gloo's in the same processes."""
-    if case.topology != "star":
-        return _SHARDED_GOALS.get(case.wire) if case.topology == "sharded" else None
+    if case.topology == "torch":
+        return None
+    if case.topology == "sharded" and case.path == "grpc":
+        return _SHARDED_GOALS.get(case.wire)
     if case.wire != "float32":
         # The goal of fewer bytes is the sharded exchange's.
         return None

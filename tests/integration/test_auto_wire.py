@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from ayni import frames, tensors
-from ayni.messages import dtype_enum, dtype_name, duration
+from ayni.messages import dtype_enum, dtype_name, duration, shared_memory_of
 from ayni.tensors import scale_block_elements
 from ayni.v1 import coordinator_pb2 as pb
 from ayni.v1 import tensor_pb2
@@ -23,7 +23,6 @@ from coordinator_service.store import open_folder
 from coordinator_service.store_records import CommitRecord
 from tests.support.agents import TOY, agent
 from tests.support.coordinator import RawWorker, coordinator, environment, raw_worker
-from worker_agent.messages import shared_memory
 from worker_agent.shared_regions import SharedRegions
 
 SIZE = 300
@@ -50,7 +49,7 @@ async def members(
         for worker in workers:
             joined = await worker.join(**{"wire_types": TYPES, "follows_wire_type": True, **facts})
             if worker.name in sharing:
-                shared = await SharedRegions.connect(shared_memory(joined.shared_memory), joined.session, 10)
+                shared = await SharedRegions.connect(shared_memory_of(joined.shared_memory), joined.session, 10)
                 stack.push_async_callback(shared.close)
             request = pb.ShardAssignmentRequest(worker_id=worker.worker_id, completed_steps=completed_steps)
             worker.stream = worker.stub.ShardAssignment(request)

@@ -57,13 +57,15 @@ SOCKET_ROWS = [
         (2, "float32", "shm", 0.0, 1e-6, MEMORY_ROWS),
         (3, "bfloat16", "grpc", 2**-11, 2**-7, SOCKET_ROWS),
         (3, "bfloat16", "sharded", 2**-11, 2**-7, SOCKET_ROWS[:-4]),
+        (3, "float32", "sharded shm", 0.0, 1e-6, MEMORY_ROWS),
         (2, "float32", "torch", 0.0, 1e-6, MEMORY_ROWS[:-1]),
     ],
 )
 def test_all_reduce_measures_right_means_and_prints_one_object(
     count: int, wire: str, way: str, least_error: float, most_error: float, rows: list[tuple[str, str]]
 ) -> None:
-    chosen = ("--topology", "star", "--path", way) if way in ("shm", "grpc") else ("--topology", way)
+    topology, _, path = ("star", "", way) if way in ("shm", "grpc") else way.partition(" ")
+    chosen = ("--topology", topology, "--path", path or "grpc")
     given = ("--workers", str(count), "--numel", "300001", "--repeat", "2", "--wire", wire, *chosen)
     done = run_bench("all_reduce.py", *given, "--peers", "none")
     result = printed(done)
@@ -92,7 +94,7 @@ def test_memory_is_bounded_by_the_window() -> None:
         ("--numel", "-5"),
         ("--wire", "int4"),
         ("--path", "tcp"),
-        ("--path", "shm", "--topology", "sharded"),
+        ("--path", "shm", "--topology", "torch"),
         ("--topology", "torch", "--wire", "int8"),
     ],
 )
@@ -155,6 +157,7 @@ def test_a_repetition_takes_as_long_as_its_slowest_worker() -> None:
 def test_goals_are_those_of_the_way_and_the_length() -> None:
     assert gloo_goal(one_case(path="shm", numel=1_378_050)) == 0.6
     assert gloo_goal(one_case(path="shm")) == 0.5
+    assert gloo_goal(one_case(path="shm", topology="sharded")) == 0.5
     assert gloo_goal(one_case()) == 2.2
     assert gloo_goal(one_case(wire="bfloat16")) is None
     assert gloo_goal(one_case(topology="sharded")) == 1.3

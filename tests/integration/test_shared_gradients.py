@@ -18,13 +18,13 @@ from ayni import frames
 from ayni.buckets import FLAT
 from ayni.errors import BadChunk, NonFinite, RoundRestarted
 from ayni.frames import SharedRange
+from ayni.messages import shared_memory_of
 from ayni.rpc import error_from
 from ayni.shm.regions import Region, Regions
 from ayni.v1 import coordinator_pb2 as pb
 from tests.integration.test_client import config, on_threads
 from tests.support.coordinator import CoordinatorProcess, RawWorker, coordinator, raw_worker
 from worker_agent.client import WorkerClient
-from worker_agent.messages import shared_memory
 from worker_agent.session import MicrobatchStats, Report, ShardAssignment
 from worker_agent.shared_regions import SharedRegions
 
@@ -153,7 +153,7 @@ async def shared_workers(server: CoordinatorProcess) -> AsyncIterator[list[Share
         workers = []
         for raw in (ant, bee):
             answer = await raw.join(elastic=True)
-            offer = shared_memory(answer.shared_memory)
+            offer = shared_memory_of(answer.shared_memory)
             workers.append(SharedWorker(raw, await SharedRegions.connect(offer, answer.session, 10, Regions())))
             raw.open_assignments()
         for raw in (ant, bee):

@@ -14,7 +14,7 @@ from ayni import frames, tensors, tree
 from ayni.buckets import FLAT
 from ayni.errors import BadChunk, NonFinite, RoundRestarted
 from ayni.frames import SharedRange
-from ayni.messages import dtype_enum
+from ayni.messages import dtype_enum, shared_memory_of
 from ayni.shm.regions import Region, Regions
 from ayni.v1 import coordinator_pb2 as pb
 from ayni.v1 import tensor_pb2
@@ -24,7 +24,6 @@ from tests.integration.test_shared_gradients import refusal
 from tests.support.agents import TOY, agent
 from tests.support.coordinator import CoordinatorProcess, RawWorker, coordinator, raw_worker
 from worker_agent.client import WorkerClient
-from worker_agent.messages import shared_memory
 from worker_agent.session import MicrobatchStats, Report, ShardAssignment
 from worker_agent.shared_regions import SharedRegions
 
@@ -178,7 +177,7 @@ async def shared_workers(server: CoordinatorProcess, dtype: str) -> AsyncIterato
         workers = []
         for raw in (ant, bee):
             answer = await raw.join(elastic=True, wire_types=[dtype_enum(dtype)])
-            offer = shared_memory(answer.shared_memory)
+            offer = shared_memory_of(answer.shared_memory)
             shared = await SharedRegions.connect(offer, answer.session, 10, Regions())
             workers.append(SharedWorker(raw, shared, dtype))
             raw.open_assignments()

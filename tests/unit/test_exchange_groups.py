@@ -1,7 +1,10 @@
 """Who is in an exchange group, who owns slices, and under which number."""
 
+from dataclasses import replace
+
 import pytest
 
+from ayni.shm.host import HostIdentity, SharedMemoryOffer, socket_name
 from coordinator_service.exchange_groups import EPOCH_BITS, ExchangeGroups
 from coordinator_service.membership import Epoch
 from tests.support.peer_groups import member
@@ -102,3 +105,20 @@ def test_a_torch_group_whose_members_lose_one_another_is_tried_a_few_times_in_an
     assert "lost one another 4 times" in none.reason
     made.enter(Epoch(number=4, workers=(0, 1)))
     assert formed(made, "torch")
+
+
+def test_members_are_told_where_memory_is_shared_with_them_where_that_is_wanted():
+    host = HostIdentity(boot_id="b", pid_namespace=1, uid=2)
+    offers = [SharedMemoryOffer(host=host, folder="/run", socket_name=socket_name(n)) for n in range(2)]
+    members = [member(n, shared_memory=offer) for n, offer in enumerate(offers)]
+    told = groups()
+    assert told.share_memory(members)
+    assert [one.shared_memory for one in formed(told, "sharded", members).members] == offers
+    assert not told.share_memory([*members, member(2)])
+    elsewhere = replace(offers[0], host=replace(host, boot_id="c"))
+    assert not told.share_memory([*members, member(2, shared_memory=elsewhere)])
+    assert [one.shared_memory for one in formed(told, "torch", members).members] == [None, None]
+    off = ExchangeGroups(chunk_bytes=1 << 20, shares_memory=False)
+    off.enter(Epoch(number=3, workers=(0, 1, 2)))
+    assert not off.share_memory(members)
+    assert [one.shared_memory for one in formed(off, "sharded", members).members] == [None, None]

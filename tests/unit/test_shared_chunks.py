@@ -16,10 +16,10 @@ from ayni.reduce.packed import floats
 from ayni.reduce.places import MeanPlace
 from ayni.reduce.reduction import Round
 from ayni.reduce.thread_digest import ThreadDigest
+from ayni.shm.sources import source
 from ayni.tensors import TensorSpec
 from ayni.v1 import coordinator_pb2 as pb
 from ayni.v1 import tensor_pb2
-from coordinator_service.sources import source
 
 words = st.integers(0, 2**64 - 1)
 ranges = st.builds(SharedRange, words, words, words, words)

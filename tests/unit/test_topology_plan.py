@@ -70,6 +70,20 @@ def test_a_small_gain_changes_nothing():
     assert plan.choose(among(2)).topology == "sharded"
 
 
+def test_workers_that_share_memory_with_one_another_reduce_what_is_large():
+    plan, now = TopologyPlan(), among(3, shares_memory=True, peers_share_memory=True)
+    choice = plan.choose(now)
+    assert (choice.topology, "not known yet" in choice.sentence) == ("star", True)
+    plan.observe("star", 0.01, 5_500_000, now)
+    choice = plan.choose(now)
+    assert (choice.topology, "5.5 MB a step are soon added" in choice.sentence) == ("star", True)
+    plan.observe("star", 0.01, V, now)
+    choice = plan.choose(now)
+    assert choice.topology == "sharded"
+    assert "share memory with one another, and each adds a part of 100 MB a step" in choice.sentence
+    assert plan.choose(among(3, shares_memory=True)).topology == "star"
+
+
 @pytest.mark.parametrize(("owners", "factor"), [(8, "1.75"), (2, "4"), (1, "7")])
 def test_fewer_owners_carry_more(owners, factor):
     plan = TopologyPlan()

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import xxhash
 
-from ayni.reduce.sums import SQUARES, segment_squares
+from ayni.reduce.sums import SQUARES, is_finite, segment_squares
 from ayni.tensors import Floats
 
 SEGMENT = 65536
@@ -25,8 +25,13 @@ DIGEST_BYTES = 16
 class MeanDigest:
     """Takes the chunks of one mean, or of a slice of one, in offset order."""
 
+    looks_at_once = True
+    """Whether `is_finite` speaks of a chunk as soon as it was added."""
+
     def __init__(self) -> None:
         """Starts empty."""
+        self.is_finite = True
+        """Whether all that was taken so far is neither NaN nor infinite: their squares say it."""
         self._num_elements = 0
         self._hash = xxhash.xxh3_128()
         """Over the segment that is not whole yet."""
@@ -36,7 +41,7 @@ class MeanDigest:
         """Elements after the last multiple of `SQUARES`."""
 
     def add(self, mean_C: Floats) -> None:
-        """Takes the next chunk, shape [C], float32, finite; it must not change afterwards."""
+        """Takes the next chunk, shape [C], float32; it must not change afterwards."""
         self._add_hash(np.ascontiguousarray(mean_C, "<f4"))
         self._add_squares(mean_C)
         self._num_elements += mean_C.size
@@ -77,8 +82,12 @@ class MeanDigest:
         """Copies only where a chunk does not end at a multiple of `SQUARES`."""
         whole_C = mean_C if self._rest_C is None else np.concatenate([self._rest_C, mean_C])
         end = whole_C.size // SQUARES * SQUARES
-        self._square_sums.extend(segment_squares(whole_C[:end]))
+        sums = segment_squares(whole_C[:end])
+        self._square_sums.extend(sums)
         self._rest_C = whole_C[end:].copy() if end < whole_C.size else None
+        # A square of a finite float32 is far from the largest float64.
+        if not (all(map(math.isfinite, sums)) and (self._rest_C is None or is_finite(self._rest_C))):
+            self.is_finite = False
 
     def _all_squares(self) -> list[float]:
         return self._square_sums + ([] if self._rest_C is None else segment_squares(self._rest_C))

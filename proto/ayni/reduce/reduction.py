@@ -32,7 +32,7 @@ from ayni.reduce.packed import Values, add, floats, is_finite
 from ayni.reduce.places import MeanPlace
 from ayni.reduce.refusals import bad_chunk, not_finite, overflow
 from ayni.reduce.sums import mean
-from ayni.tensors import Bytes, Floats, TensorSpec
+from ayni.tensors import Bytes, Floats, TensorSpec, first_non_finite
 from ayni.tree import Node, children, cover, parent, root
 
 
@@ -168,6 +168,11 @@ class Round:
         return self._total_weight
 
     @property
+    def emitted(self) -> int:
+        """Elements of the mean that were emitted."""
+        return self._emitted
+
+    @property
     def complete(self) -> bool:
         """Whether the whole mean was emitted, or there is nothing to emit."""
         return self._declared and (self.total_weight == 0 or self._emitted == self.spec.num_elements)
@@ -264,7 +269,7 @@ class Round:
                     self._total_weight -= self._weights.pop(microbatch)
         return Fate.REMOVED, self._settle() if self._declared else []
 
-    def contribute(self, lease: int, part: int, offset: int, values_C: Values) -> list[Reduced]:
+    def contribute(self, lease: int, part: int, offset: int, values_C: Values, *, check: bool = True) -> list[Reduced]:
         """Adds one chunk of one part and returns what became complete.
 
         Args:
@@ -273,6 +278,8 @@ class Round:
             offset: first element, equal to the elements this part has contributed so far.
             values_C: shape [C], float32, or as they travel. Kept, not copied; the caller must not change it
                 afterwards. Added in place when it is writable.
+            check: whether to look for what is not finite now. Otherwise the sum of all shows that there is something,
+                and the caller, who has all contributions, has to find whose it is.
 
         Returns:
             Zero or one Reduced. Bit-identical for every order of arrival.
@@ -283,6 +290,8 @@ class Round:
         """
         contribution = self._contributions[lease]
         self._check_chunk(contribution, part, offset, values_C)
+        if check and not is_finite(values_C):
+            raise not_finite(self.label, contribution.name, offset, floats(values_C))
         contribution.next_offsets[part] += values_C.size
         result = self._add(offset, contribution.parts[part], values_C)
         return [] if result is None else [result]
@@ -331,8 +340,6 @@ class Round:
         length = min(self.chunk_elements, self.spec.num_elements - offset)
         if values_C.size != length or length == 0:
             raise bad_chunk(self.label, contribution.name, "length", length, values_C.size)
-        if not is_finite(values_C):
-            raise not_finite(self.label, contribution.name, offset, floats(values_C))
 
     def _is_settled(self, start: int, stop: int) -> bool:
         """Returns whether contributions that stay, of leases that are over, cover [start, stop)."""
@@ -382,10 +389,13 @@ class Round:
         """Emits the root: one sum, or two that are still to be added."""
         self._pending.pop(offset, None)
         out_C = None if self.mean_N is None else self.mean_N[offset : offset + values_C.size]
-        mean_C, bad = mean(values_C, other_C, self.total_weight, out_C)
+        digest = self._digest
+        mean_C, bad = mean(values_C, other_C, self.total_weight, out_C, check=not digest.looks_at_once)
+        if bad is None:
+            digest.add(mean_C)
+            bad = None if digest.is_finite or not digest.looks_at_once else first_non_finite(mean_C)
         if bad is not None:
             raise overflow(self.label, offset + bad, mean_C[bad])
-        self._digest.add(mean_C)
         self._emitted += mean_C.size
         return Reduced(offset=offset, values_C=mean_C)
 

@@ -35,10 +35,15 @@ def divide(total_C: Floats, weight: int, out_C: Floats | None = None) -> Floats:
     if weight >= 1 << 24:
         quotient = (total_C / np.float64(weight)).astype(np.float32)
         return quotient if out_C is None else _written(out_C, quotient)
+    if weight & (weight - 1) == 0:
+        # The same number, rounded once as well, in half the time.
+        return np.multiply(total_C, np.float32(1 / weight), out=out)
     return np.divide(total_C, np.float32(weight), out=out)
 
 
-def mean(left_C: Floats, right_C: Floats | None, weight: int, out_C: Floats | None = None) -> tuple[Floats, int | None]:
+def mean(
+    left_C: Floats, right_C: Floats | None, weight: int, out_C: Floats | None = None, *, check: bool = True
+) -> tuple[Floats, int | None]:
     """Returns (left + right) / weight, each operation rounded once.
 
     Args:
@@ -46,6 +51,7 @@ def mean(left_C: Floats, right_C: Floats | None, weight: int, out_C: Floats | No
         right_C: likewise; None where left is the whole sum.
         weight: 1 or more.
         out_C: where the quotient goes, shape [C]; None for anywhere.
+        check: whether to look for what is beyond float32.
 
     Returns:
         The quotient, and the first element of it that is beyond float32; then what follows it is not written.
@@ -58,7 +64,7 @@ def mean(left_C: Floats, right_C: Floats | None, weight: int, out_C: Floats | No
             with np.errstate(over="ignore", invalid="ignore"):
                 total = np.add(total, right_C[block], out=out[block])
         divide(total, weight, out[block])
-        if not is_finite(out[block]):
+        if check and not is_finite(out[block]):
             return out, start + (first_non_finite(out[block]) or 0)
     return out, None
 

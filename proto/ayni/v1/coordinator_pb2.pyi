@@ -186,6 +186,7 @@ class JoinRequest(_message.Message):
     STORE_ADDRESS_FIELD_NUMBER: _builtins.int
     TOPOLOGIES_FIELD_NUMBER: _builtins.int
     FOLLOWS_WIRE_TYPE_FIELD_NUMBER: _builtins.int
+    PEER_SHARED_MEMORY_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of this protocol that the worker speaks; see PROTOCOL_VERSION in the worker's language. Required."""
     run_id: _builtins.str
@@ -249,6 +250,12 @@ class JoinRequest(_message.Message):
     def topologies(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Ways of exchange that the worker takes part in: "sharded", "torch". "star" goes without saying."""
 
+    @_builtins.property
+    def peer_shared_memory(self) -> Global___SharedMemoryOffer:
+        """Where other workers of the caller's host and user can share memory with it, so that slices need not travel between
+        them. Absent where that can't be, or is not wanted.
+        """
+
     def __init__(
         self,
         *,
@@ -274,10 +281,11 @@ class JoinRequest(_message.Message):
         store_address: _builtins.str = ...,
         topologies: _abc.Iterable[_builtins.str] | None = ...,
         follows_wire_type: _builtins.bool = ...,
+        peer_shared_memory: Global___SharedMemoryOffer | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["peer_shared_memory", b"peer_shared_memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "dataset_fingerprint", b"dataset_fingerprint", "dataset_summary", b"dataset_summary", "device_names", b"device_names", "elastic", b"elastic", "follows_wire_type", b"follows_wire_type", "gpu_count", b"gpu_count", "join_nonce", b"join_nonce", "max_microbatches", b"max_microbatches", "memory_bytes", b"memory_bytes", "num_evaluation_samples", b"num_evaluation_samples", "num_training_samples", b"num_training_samples", "peer_address", b"peer_address", "protocol_version", b"protocol_version", "run_id", b"run_id", "store_address", b"store_address", "task_fingerprint", b"task_fingerprint", "task_summary", b"task_summary", "topologies", b"topologies", "wire_types", b"wire_types", "worker_address", b"worker_address", "worker_name", b"worker_name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "dataset_fingerprint", b"dataset_fingerprint", "dataset_summary", b"dataset_summary", "device_names", b"device_names", "elastic", b"elastic", "follows_wire_type", b"follows_wire_type", "gpu_count", b"gpu_count", "join_nonce", b"join_nonce", "max_microbatches", b"max_microbatches", "memory_bytes", b"memory_bytes", "num_evaluation_samples", b"num_evaluation_samples", "num_training_samples", b"num_training_samples", "peer_address", b"peer_address", "peer_shared_memory", b"peer_shared_memory", "protocol_version", b"protocol_version", "run_id", b"run_id", "store_address", b"store_address", "task_fingerprint", b"task_fingerprint", "task_summary", b"task_summary", "topologies", b"topologies", "wire_types", b"wire_types", "worker_address", b"worker_address", "worker_name", b"worker_name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -365,7 +373,9 @@ Global___JoinResponse: _TypeAlias = JoinResponse  # noqa: Y015
 
 @_typing.final
 class SharedMemoryOffer(_message.Message):
-    """Says how a process of the same host and user can exchange descriptors of shared memory with the coordinator."""
+    """Says how a process of the same host and user can exchange descriptors of shared memory with the coordinator, or with a
+    worker.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -692,6 +702,7 @@ class GroupMember(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     IS_OWNER_FIELD_NUMBER: _builtins.int
     STORE_ADDRESS_FIELD_NUMBER: _builtins.int
+    SHARED_MEMORY_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.int
     """Number of the worker."""
     worker_name: _builtins.str
@@ -702,6 +713,12 @@ class GroupMember(_message.Message):
     """True when it reduces slices, or takes part in the torch group as one whose sums count."""
     store_address: _builtins.str
     """Where its rendezvous store listens, as host:port; empty unless the topology is "torch"."""
+    @_builtins.property
+    def shared_memory(self) -> Global___SharedMemoryOffer:
+        """Where members of its host and user can share memory with it; absent where that can't be, and unless the topology is
+        "sharded".
+        """
+
     def __init__(
         self,
         *,
@@ -710,10 +727,11 @@ class GroupMember(_message.Message):
         address: _builtins.str = ...,
         is_owner: _builtins.bool = ...,
         store_address: _builtins.str = ...,
+        shared_memory: Global___SharedMemoryOffer | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["shared_memory", b"shared_memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "is_owner", b"is_owner", "store_address", b"store_address", "worker_id", b"worker_id", "worker_name", b"worker_name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "is_owner", b"is_owner", "shared_memory", b"shared_memory", "store_address", b"store_address", "worker_id", b"worker_id", "worker_name", b"worker_name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

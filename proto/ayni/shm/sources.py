@@ -1,6 +1,6 @@
 """Contributions that are read where their workers have put them, in regions of shared memory.  [shell]
 
-The coordinator adds out of the worker's memory, and keeps views of it as long as a sum waits for its other half. A
+Who reduces adds out of the worker's memory, and keeps views of it as long as a sum waits for its other half. A
 worker that gives a contribution up may write there again; it counts its region's generation up before. So generations
 are compared before anything that may contain such bytes is sent out, and what is torn makes the round start again.
 """
@@ -12,7 +12,7 @@ from ayni import tensors
 from ayni.errors import BadChunk
 from ayni.frames import ChunkView, SharedRange
 from ayni.reduce.packed import Values, packed
-from ayni.shm.regions import MappedRegion
+from ayni.shm.regions import MappedRegion, Region
 from ayni.tensors import Bytes
 
 _ALIGNMENT = 4
@@ -21,9 +21,9 @@ _ALIGNMENT = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """A run of a contribution's bytes in a worker's region."""
+    """A run of a contribution's bytes in a worker's region; `region` is None where they lie in no region."""
 
-    region: MappedRegion
+    region: MappedRegion | Region | None
     generation: int
     data: Bytes
     dtype: str
@@ -31,7 +31,7 @@ class Source:
     @property
     def is_intact(self) -> bool:
         """Whether the worker has not begun to write there again."""
-        return self.region.generation == self.generation
+        return self.region is None or self.region.generation == self.generation
 
     def pieces(self, length: int) -> Iterator[Values]:
         """Yields its values, so many at a time, as they lie there.
