@@ -118,7 +118,7 @@ def test_members_are_told_where_memory_is_shared_with_them_where_that_is_wanted(
     elsewhere = replace(offers[0], host=replace(host, boot_id="c"))
     assert not told.share_memory([*members, member(2, shared_memory=elsewhere)])
     assert [one.shared_memory for one in formed(told, "torch", members).members] == [None, None]
-    off = ExchangeGroups(chunk_bytes=1 << 20, shares_memory=False)
+    off = ExchangeGroups(chunk_bytes=1 << 20, max_bucket_bytes=1 << 22, shares_memory=False)
     off.enter(Epoch(number=3, workers=(0, 1, 2)))
     assert not off.share_memory(members)
     assert [one.shared_memory for one in formed(off, "sharded", members).members] == [None, None]

@@ -39,8 +39,9 @@ from ayni.v1 import coordinator_pb2 as pb
 from tests.support.fuzz_peer_process import state_of
 from tests.unit.test_peer_messages import begin_of
 from worker_agent.peer_messages import begin_frame, slice_offer_of
+from worker_agent.slice_contribution import WINDOW_CHUNKS, SliceContribution
 from worker_agent.slice_offers import Moment, SliceOffer, Terms
-from worker_agent.slice_rounds import WINDOW_CHUNKS, SliceContribution, SliceRounds
+from worker_agent.slice_rounds import SliceRounds
 
 CHUNK_BYTES = 1 << 16
 SECRET = "0123456789abcdef"
