@@ -17,8 +17,8 @@ from ayni.endpoints import ServerTls
 from ayni.step_values import ExchangeGroup, GroupMember
 from tests.support.coordinator import TOKEN
 from worker_agent.peer_service import listening
-from worker_agent.slice_offers import Moment, Terms
 from worker_agent.slice_contribution import SliceContribution
+from worker_agent.slice_offers import Moment, Terms
 from worker_agent.slice_rounds import SliceRound, SliceRounds
 
 SECRET = "0123456789abcdef0123456789abcdef"

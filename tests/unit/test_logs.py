@@ -124,6 +124,9 @@ def test_configuring_again_replaces(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("level", ["INFO", "DEBUG"])
 def test_other_packages_are_heard_from_warnings_on(monkeypatch: pytest.MonkeyPatch, level: str) -> None:
     stream = configured(monkeypatch, "json", level)
+    for name in ("torch", "torch._subclasses", "torch._subclasses.fake_tensor"):
+        # Once imported, torch keeps some of its loggers to itself.
+        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
     for name in ("torch._subclasses.fake_tensor", "asyncio", "transformers", "peft.tuners"):
         other = logging.getLogger(name)
         other.info("FakeTensor cache stats")

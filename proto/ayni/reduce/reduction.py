@@ -26,11 +26,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ayni.errors import Duplicate, SpecMismatch
+from ayni.errors import SpecMismatch
 from ayni.reduce.digest import SEGMENT, MeanDigest
 from ayni.reduce.packed import Values, add, floats, is_finite
 from ayni.reduce.places import MeanPlace
-from ayni.reduce.refusals import bad_chunk, not_finite, overflow
+from ayni.reduce.refusals import bad_chunk, duplicate, not_finite, overflow
 from ayni.reduce.sums import mean
 from ayni.tensors import Bytes, Floats, TensorSpec, first_non_finite
 from ayni.tree import Node, children, cover, parent, root
@@ -208,7 +208,7 @@ class Round:
             Duplicate: the lease has begun, or a micro-batch is declared by another.
         """
         if lease in self._contributions:
-            raise self._duplicate(name, weights)
+            raise duplicate(self.label, name, weights)
         is_held = self.check(lease, name, spec, weights)
         self._spec_of = self._spec_of or name
         start, stop = (min(weights), max(weights) + 1) if weights else (0, 0)
@@ -238,7 +238,7 @@ class Round:
         known = {microbatch for microbatch in self._weights.keys() & weights.keys() if microbatch not in before}
         is_held = bool(weights) and len(known) == len(weights) and self._is_settled(min(weights), max(weights) + 1)
         if known and not is_held:
-            raise self._duplicate(name, weights)
+            raise duplicate(self.label, name, weights)
         return is_held
 
     def drop(self, lease: int, *, is_over: bool = True) -> tuple[Fate, list[Reduced]]:
@@ -325,11 +325,6 @@ class Round:
                     bucket=self.label,
                 )
 
-    def _duplicate(self, name: str, weights: dict[int, int]) -> Duplicate:
-        span = _span(weights)
-        sentence = f"{self.label}: worker {name} contributes micro-batches {span} a second time"
-        return Duplicate(sentence, bucket=self.label, contributed=span)
-
     def _check_chunk(self, contribution: _Contribution, part: int, offset: int, values_C: Values) -> None:
         if not part < len(contribution.parts) or self._absent(contribution.parts[part]):
             raise bad_chunk(
@@ -398,7 +393,3 @@ class Round:
             raise overflow(self.label, offset + bad, mean_C[bad])
         self._emitted += mean_C.size
         return Reduced(offset=offset, values_C=mean_C)
-
-
-def _span(weights: dict[int, int]) -> str:
-    return f"[{min(weights)}, {max(weights) + 1})" if weights else "(none)"

@@ -1,8 +1,10 @@
 """What a reduction refuses, in sentences.  [core]"""
 
+from collections.abc import Mapping
+
 import numpy as np
 
-from ayni.errors import BadChunk, NonFinite
+from ayni.errors import BadChunk, Duplicate, NonFinite
 from ayni.tensors import Floats, first_non_finite
 
 SUM_OF_ALL = "(sum of all)"
@@ -42,3 +44,10 @@ def bad_chunk(label: str, worker: str, field: str, expected: object, received: o
         received=received,
         bucket=label,
     )
+
+
+def duplicate(label: str, worker: str, weights: Mapping[int, int]) -> Duplicate:
+    """Refuses micro-batches, with their weights, that have come before."""
+    span = f"[{min(weights)}, {max(weights) + 1})" if weights else "(none)"
+    sentence = f"{label}: worker {worker} contributes micro-batches {span} a second time"
+    return Duplicate(sentence, bucket=label, contributed=span)
