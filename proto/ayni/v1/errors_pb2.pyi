@@ -5,7 +5,8 @@ Every refusal that an Ayni service gives on purpose.
 
 A refusal travels as a gRPC status with a google.rpc.ErrorInfo detail: `reason` is the enum value's name without
 the ERROR_REASON_ prefix, `domain` is "ayni", `metadata` holds the values named at each reason below. The status
-code is one that the gRPC library never produces by itself; any other code means that the transport broke.
+code is one that the gRPC library never produces by itself; any other code means that the transport broke. The reason
+alone is also there as text, in the trailing metadata "ayni-reason".
 """
 
 from google.protobuf import descriptor as _descriptor
