@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.agents import AgentProcess, agent
 from tests.support.coordinator import coordinator
-from tests.support.portable_training import PRETRAIN, write_files
+from tests.support.portable_training import ENGINES, PRETRAIN, write_files
 
 NUM_STEPS = 6
 MAX_LOSS_DIFF = 1e-4
@@ -72,7 +72,7 @@ def plain(files: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return losses(only)
 
 
-@pytest.mark.parametrize("engine", ["torchvulkan", "wgpu_gemm"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_gpu_and_a_cpu_worker_train_one_model(tmp_path: Path, files: Path, plain: list[float], engine: str):
     (gpu, cpu), said = trained(tmp_path / "mixed", files, {"ant": on(engine), "bee": ("--backend", "cpu")})
     assert parameters(gpu) == parameters(cpu)
@@ -96,7 +96,7 @@ def test_a_gpu_worker_that_comes_late_takes_the_state_of_a_cpu_worker(tmp_path: 
     run = {**RUN, "run_id": "late", "artifacts": str(files), "min_workers": 1, "start_workers": 1, "num_steps": 400}
     with coordinator(tmp_path, run) as server, agent(server.address, "bee", tmp_path) as cpu:
         cpu.wait_for_log("step 2 of 400")
-        flags = (*on("torchvulkan"), "--no-tensorboard")
+        flags = (*on(ENGINES[0]), "--no-tensorboard")
         with agent(server.address, "ant", tmp_path, *flags, TORCHVULKAN_PIPELINE_CACHE="0") as gpu:
             server.wait_for_log("worker ant is up to date", 100)
             assert "could not be taken" not in gpu.read_log()
