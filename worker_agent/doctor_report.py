@@ -124,8 +124,8 @@ def _describe(engine: Finding) -> str:
     software = ", software" if engine.software else ""
     error = f"{engine.error:.0e}" if engine.error is not None else "?"
     return (
-        f"{engine.device_name}{software}{memory}, {bfloat16}; one training step differs from the CPU's by {error} "
-        f"(took {engine.seconds:.1f} s){fallbacks}"
+        f"{engine.device_name}{software}{memory}, {bfloat16}; a training step is within {error} of the CPU's "
+        f"(tried in {engine.seconds:.1f} s){fallbacks}"
     )
 
 

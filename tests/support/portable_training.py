@@ -5,6 +5,7 @@ backend wgpu's, or "cuda".
 """
 
 import json
+import platform
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -21,6 +22,9 @@ from worker_agent.portable.opening import OpenEngine, open_engine
 from worker_agent.training.load import load_task
 from worker_agent.training.task import TRAIN, Task, host_copy
 
+WHEELS = (("linux", "x86_64"), ("darwin", "arm64"), ("win32", "AMD64"))
+"""Systems that torchvulkan is made for, as in the extra."""
+ENGINES = ["torchvulkan", "wgpu_gemm"] if (sys.platform, platform.machine()) in WHEELS else ["wgpu_gemm"]
 SEED = 5
 PRETRAIN = TaskConfig(
     name="causal_lm",

@@ -44,8 +44,8 @@ def test_a_gpu_is_described_with_what_was_tried():
     assert WITH_RADEON.chosen == "wgpu"
     said = text(WITH_RADEON)
     assert (
-        "    torchvulkan  AMD Radeon RX 7800 XT, 16.0 GiB, float32; one training step differs from the CPU's by 4e-07 "
-        "(took 2.3 s)"
+        "    torchvulkan  AMD Radeon RX 7800 XT, 16.0 GiB, float32; a training step is within 4e-07 of the CPU's "
+        "(tried in 2.3 s)"
     ) in said
     assert "on wgpu: AMD Radeon RX 7800 XT (torchvulkan), because mps and xpu can't be used." in said
     assert text(replace(WITH_RADEON, asked="cpu")).endswith("A worker computes on the cpu, as asked for.")

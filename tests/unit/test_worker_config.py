@@ -25,6 +25,8 @@ def test_the_address_is_required_and_unknown_names_are_refused_with_the_nearest_
     ("field", "value", "words"),
     [
         ("backend", "tpu", "backend is 'tpu'; it must be one of auto, cuda, wgpu, cpu"),
+        ("wgpu_engine", "gl", "must be one of auto, mps, xpu, torchvulkan, wgpu_gemm"),
+        ("offload_min_flops", -1, "offload_min_flops must be at least 0"),
         ("log_format", "xml", "must be one of text, json"),
         ("log_level", "loud", "must be one of debug, info"),
         ("threads", 0, "threads must be at least 1"),

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.support.coordinator import ROOT, environment
+from tests.support.portable_training import ENGINES
 
 BOUND = 1e-4
 DRIVER = (
@@ -34,7 +35,7 @@ def train(engine: str, folder: Path) -> dict[str, Any]:
     return json.loads(ended.stdout.splitlines()[-1])
 
 
-@pytest.fixture(scope="module", params=["torchvulkan", "wgpu_gemm"])
+@pytest.fixture(scope="module", params=ENGINES)
 def result(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return train(request.param, tmp_path_factory.mktemp("files")) | {"engine": request.param}
 

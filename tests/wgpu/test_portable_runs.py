@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.agents import AgentProcess, agent
 from tests.support.coordinator import coordinator
-from tests.support.portable_training import PRETRAIN, write_files
+from tests.support.portable_training import ENGINES, PRETRAIN, write_files
 
 NUM_STEPS = 6
 MAX_LOSS_DIFF = 1e-4
@@ -19,7 +19,8 @@ RUN: dict[str, Any] = {
     "seed": 11,
     "audit_every": 1,
     "task": {"name": PRETRAIN.name, "options": {**PRETRAIN.options, "evaluation_windows": 8}},
-    "batch": {"samples": 8, "microbatches": 4, "evaluation_samples": 4},
+    # Many, because the slower worker gets few of them.
+    "batch": {"samples": 16, "microbatches": 16, "evaluation_samples": 4},
     "optimizer": {"learning_rate": 3e-3, "warmup_steps": 2},
     # The first step compiles shaders, which is no reason to leave a worker behind.
     "stragglers": {"shortest": "100s", "longest": "100s"},
@@ -71,7 +72,7 @@ def plain(files: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return losses(only)
 
 
-@pytest.mark.parametrize("engine", ["torchvulkan", "wgpu_gemm"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_gpu_and_a_cpu_worker_train_one_model(tmp_path: Path, files: Path, plain: list[float], engine: str):
     (gpu, cpu), said = trained(tmp_path / "mixed", files, {"ant": on(engine), "bee": ("--backend", "cpu")})
     assert parameters(gpu) == parameters(cpu)
@@ -80,9 +81,11 @@ def test_a_gpu_and_a_cpu_worker_train_one_model(tmp_path: Path, files: Path, pla
     assert max(abs(own - other) for own, other in zip(losses(gpu), plain, strict=True)) <= MAX_LOSS_DIFF
     assert losses(gpu)[-1] < losses(gpu)[0]
     assert "optimizer update runs on the host (backends: cpu, wgpu)" in said
-    # Each has worked on every step, and no audit has found a difference.
-    for one in (gpu, cpu):
-        assert all(0 < line["num_microbatches"] < 4 for line in one.metrics() if line["kind"] == "train"), one.metrics()
+    shares = [[line["num_microbatches"] for line in one.metrics() if line["kind"] == "train"] for one in (gpu, cpu)]
+    assert [sum(step) for step in zip(*shares, strict=True)] == [16] * NUM_STEPS
+    assert sum(share > 0 for share in shares[0]) > NUM_STEPS // 2, shares
+    assert sum(share > 0 for share in shares[1]) > NUM_STEPS // 2, shares
+    # No audit has found a difference.
     assert not re.search("differ|left behind|expelled|no member any more", said)
     assert f"({engine}" in gpu.read_log() or f", {engine})" in gpu.read_log()
     assert "is a software driver" in gpu.read_log() or "software" not in gpu.read_log()
@@ -93,7 +96,7 @@ def test_a_gpu_worker_that_comes_late_takes_the_state_of_a_cpu_worker(tmp_path: 
     run = {**RUN, "run_id": "late", "artifacts": str(files), "min_workers": 1, "start_workers": 1, "num_steps": 400}
     with coordinator(tmp_path, run) as server, agent(server.address, "bee", tmp_path) as cpu:
         cpu.wait_for_log("step 2 of 400")
-        flags = (*on("torchvulkan"), "--no-tensorboard")
+        flags = (*on(ENGINES[0]), "--no-tensorboard")
         with agent(server.address, "ant", tmp_path, *flags, TORCHVULKAN_PIPELINE_CACHE="0") as gpu:
             server.wait_for_log("worker ant is up to date", 100)
             assert "could not be taken" not in gpu.read_log()

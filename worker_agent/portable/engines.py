@@ -78,8 +78,8 @@ def refusal_of(finding: Finding, *, allow_software: bool) -> str:
         return finding.refusal
     if finding.software and not allow_software:
         return (
-            f"{finding.device_name} is a software driver, which is slower than backend cpu; it is taken for tests "
-            "only, with --backend wgpu --allow-software-gpu"
+            f"{finding.device_name} is a software driver, slower than cpu (for tests: --backend wgpu "
+            "--allow-software-gpu)"
         )
     if finding.error is None:
         return "it was not probed"
