@@ -225,7 +225,7 @@ def test_a_rank_that_left_or_aborted_is_named(server: CoordinatorProcess):
         with pytest.raises(PeerLost, match=r"rank 1 of the group is lost \(process-1: its stream broke\)"):
             waiting.wait()
         with pytest.raises(PeerLost):
-            made[2].barrier().wait()
+            made[2].allreduce([torch.zeros(3)]).wait()
         assert all(group.rank() == rank for rank, group in enumerate(made))
 
 
@@ -235,12 +235,14 @@ def test_who_may_enter_a_group(server: CoordinatorProcess):
         CollectiveStream.open(config, "many", 9, 0, 5.0)
     with pytest.raises(Deadline, match=r"waited 0.3 s in vain for all 2 processes of group 'alone'"):
         CollectiveStream.open(config, "alone", 2, 0, 0.3)
-    opened = threading.Event()
+    opened, seen = threading.Event(), threading.Event()
 
     def first(index: int) -> None:
         if index == 0:
             opened.set()
-            CollectiveStream.open(config, "meeting", 2, 0, 20.0).close()
+            stream = CollectiveStream.open(config, "meeting", 2, 0, 20.0)
+            seen.wait(20)
+            stream.close()
             return
         opened.wait(20)
         server.wait_for_log("group meeting waits for 1 more")
@@ -252,6 +254,7 @@ def test_who_may_enter_a_group(server: CoordinatorProcess):
         assert second.rank == 1
         with pytest.raises(WorldFull, match="use another name"):
             CollectiveStream.open(config, "meeting", 2, None, 5.0)
+        seen.set()
         second.close()
 
     side_by_side(first, 2)
