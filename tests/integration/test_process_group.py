@@ -15,6 +15,7 @@ from ayni.errors import Deadline, IdentityTaken, Incompatible, PeerLost, SpecMis
 from tests.support.coordinator import CoordinatorProcess, coordinator
 from tests.support.joined_runs import OWN, free_port, outputs, programs, settings, side_by_side
 from tests.support.process_groups import groups, on_all, reducing
+from worker_agent.faults import CoordinatorLost, TransportBroken
 from worker_agent.integrations.collective_stream import CollectiveStream
 from worker_agent.integrations.joined_run import client_config
 from worker_agent.integrations.process_group import AyniProcessGroup
@@ -227,6 +228,14 @@ def test_a_rank_that_left_or_aborted_is_named(server: CoordinatorProcess):
         with pytest.raises(PeerLost):
             made[2].allreduce([torch.zeros(3)]).wait()
         assert all(group.rank() == rank for rank, group in enumerate(made))
+
+
+def test_a_coordinator_that_is_gone_is_named(tmp_path: Path):
+    with coordinator(tmp_path, OWN) as server, groups(server, 2) as made:
+        waiting = made[0].allreduce([torch.zeros(3)])
+        server.process.kill()
+        with pytest.raises((CoordinatorLost, TransportBroken), match=server.address):
+            waiting.wait()
 
 
 def test_who_may_enter_a_group(server: CoordinatorProcess):
