@@ -15,6 +15,7 @@ from ayni.errors import Deadline, IdentityTaken, Incompatible, PeerLost, SpecMis
 from tests.support.coordinator import CoordinatorProcess, coordinator
 from tests.support.joined_runs import OWN, free_port, outputs, programs, settings, side_by_side
 from tests.support.process_groups import groups, on_all, reducing
+from worker_agent.faults import CoordinatorLost, TransportBroken
 from worker_agent.integrations.collective_stream import CollectiveStream
 from worker_agent.integrations.joined_run import client_config
 from worker_agent.integrations.process_group import AyniProcessGroup
@@ -225,8 +226,16 @@ def test_a_rank_that_left_or_aborted_is_named(server: CoordinatorProcess):
         with pytest.raises(PeerLost, match=r"rank 1 of the group is lost \(process-1: its stream broke\)"):
             waiting.wait()
         with pytest.raises(PeerLost):
-            made[2].barrier().wait()
+            made[2].allreduce([torch.zeros(3)]).wait()
         assert all(group.rank() == rank for rank, group in enumerate(made))
+
+
+def test_a_coordinator_that_is_gone_is_named(tmp_path: Path):
+    with coordinator(tmp_path, OWN) as server, groups(server, 2) as made:
+        waiting = made[0].allreduce([torch.zeros(3)])
+        server.process.kill()
+        with pytest.raises((CoordinatorLost, TransportBroken), match=server.address):
+            waiting.wait()
 
 
 def test_who_may_enter_a_group(server: CoordinatorProcess):
@@ -235,12 +244,14 @@ def test_who_may_enter_a_group(server: CoordinatorProcess):
         CollectiveStream.open(config, "many", 9, 0, 5.0)
     with pytest.raises(Deadline, match=r"waited 0.3 s in vain for all 2 processes of group 'alone'"):
         CollectiveStream.open(config, "alone", 2, 0, 0.3)
-    opened = threading.Event()
+    opened, seen = threading.Event(), threading.Event()
 
     def first(index: int) -> None:
         if index == 0:
             opened.set()
-            CollectiveStream.open(config, "meeting", 2, 0, 20.0).close()
+            stream = CollectiveStream.open(config, "meeting", 2, 0, 20.0)
+            seen.wait(20)
+            stream.close()
             return
         opened.wait(20)
         server.wait_for_log("group meeting waits for 1 more")
@@ -252,6 +263,7 @@ def test_who_may_enter_a_group(server: CoordinatorProcess):
         assert second.rank == 1
         with pytest.raises(WorldFull, match="use another name"):
             CollectiveStream.open(config, "meeting", 2, None, 5.0)
+        seen.set()
         second.close()
 
     side_by_side(first, 2)

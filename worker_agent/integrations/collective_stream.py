@@ -149,6 +149,7 @@ class CollectiveStream:
         for task in self._tasks:
             task.cancel()
         self._call.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._channel.close()
 
     async def _write(self) -> None:
