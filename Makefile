@@ -9,6 +9,8 @@ TORCH ?= torch==2.13.0
 NIXL ?= 'nixl-cu12>=1.5,<1.6'
 # Of all fuzzers together.
 FUZZ_SECONDS ?= 600
+# Drives the browser that the distribution ships; downloads none.
+PLAYWRIGHT ?= playwright-core@1.65.1
 # Fixes what happens to a run, and when.
 SEED ?= 1
 SETUP := $(VENV)/.setup-done
@@ -18,10 +20,10 @@ PYTEST := $(BIN)/python -m pytest
 ONE_THREAD := OMP_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup proto fmt check test fuzz chaos bench train pretrain equality stubs clean
+.PHONY: help setup proto fmt check test fuzz chaos bench train pretrain equality stubs clean test-dashboard
 
 help: ## print this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(SETUP) ## virtual environment with everything that the other targets need
 
@@ -32,7 +34,7 @@ $(SETUP): pyproject.toml
 	  { echo "Python can't make virtual environments here. On Debian: apt-get install python3-venv" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[train,plot,data,s3,postgres,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[train,plot,data,s3,postgres,dashboard,otel,dev]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(NIXL)
 	@touch $@
 
@@ -55,8 +57,14 @@ check: $(SETUP) ## formats, lint, types, imports, schema, stubs, unit ring
 	$(BIN)/python scripts/gen_protos.py --check
 	$(ONE_THREAD) $(PYTEST) tests/unit
 
-test: check ## check, then the integration and fault rings
+test: check test-dashboard ## check, then the dashboard, integration and fault rings
 	$(ONE_THREAD) $(PYTEST) tests/integration tests/fault
+
+test-dashboard: $(SETUP) ## the dashboard in Debian's Chromium, its metrics, traces
+	@command -v npm > /dev/null && command -v chromium > /dev/null || \
+	  { echo "The dashboard is tested in a browser. On Debian: apt-get install chromium nodejs npm" >&2; exit 1; }
+	npm install --prefix build/dashboard --no-save --no-audit --no-fund --silent $(PLAYWRIGHT)
+	$(ONE_THREAD) $(PYTEST) tests/dashboard
 
 fuzz: $(SETUP) ## hostile calls and damaged frames at live servers and the codec, FUZZ_SECONDS=600
 	$(ONE_THREAD) $(BIN)/python tests/fuzz/codec.py --seconds $$(($(FUZZ_SECONDS) / 10))
