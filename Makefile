@@ -9,6 +9,8 @@ TORCH ?= torch==2.13.0
 NIXL ?= 'nixl-cu12>=1.5,<1.6'
 # Of all fuzzers together.
 FUZZ_SECONDS ?= 600
+# Drives the browser that the distribution ships; downloads none.
+PLAYWRIGHT ?= playwright-core@1.65.1
 # Fixes what happens to a run, and when.
 SEED ?= 1
 SETUP := $(VENV)/.setup-done
@@ -20,7 +22,8 @@ PYTEST := $(BIN)/python -m pytest
 ONE_THREAD := OMP_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup proto fmt check test test-wgpu test-launchers interop fuzz chaos bench train pretrain equality stubs clean
+.PHONY: help setup proto fmt check test test-dashboard test-wgpu test-launchers interop fuzz chaos bench train pretrain
+.PHONY: equality stubs clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,7 +37,7 @@ $(SETUP): pyproject.toml
 	  { echo "Python can't make virtual environments here. On Debian: apt-get install python3-venv" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[train,plot,data,s3,postgres,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[train,plot,data,s3,postgres,dashboard,otel,dev]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(NIXL)
 	@touch $@
 
@@ -59,6 +62,12 @@ check: $(SETUP) ## formats, lint, types, imports, schema, stubs, unit ring
 
 test: check ## check, then the integration and fault rings
 	$(ONE_THREAD) $(PYTEST) tests/integration tests/fault
+
+test-dashboard: $(SETUP) ## the dashboard in Debian's Chromium, its metrics, traces
+	@command -v npm > /dev/null && command -v chromium > /dev/null || \
+	  { echo "The dashboard is tested in a browser. On Debian: apt-get install chromium nodejs npm" >&2; exit 1; }
+	npm install --prefix build/dashboard --no-save --no-audit --no-fund --silent $(PLAYWRIGHT)
+	$(ONE_THREAD) $(PYTEST) tests/dashboard
 
 test-launchers: $(LAUNCHERS) ## agents started by torchrun, Ray, Slurm and Open MPI; manifests for Kubernetes
 	$(ONE_THREAD) $(PYTEST) tests/launchers

@@ -75,6 +75,7 @@ class Conduct:
                 lease.start,
                 lease.stop,
                 norm,
+                extra={"worker": lease.worker_name},
             )
 
     def note_commit(self, label: str, record: CommitRecord) -> None:

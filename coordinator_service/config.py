@@ -115,6 +115,12 @@ class RunFile(RunConfig):
     gradients: str = "auto"
     """How gradients travel: auto through shared memory for workers of this host and user, over gRPC for others; grpc
     always over gRPC."""
+    dashboard: str = ""
+    """Address of a page that shows the run, with /metrics and /healthz, as host:port. Empty: none. On loopback it needs
+    no token but for its buttons, elsewhere for everything. Needs the extra dashboard."""
+    traces: str = ""
+    """OTLP receiver over gRPC that gets a trace of every step, such as http://127.0.0.1:4317. Empty: what the variables
+    OTEL_EXPORTER_OTLP_ENDPOINT and others say; off: none. Needs the extra otel."""
     log_format: str = "text"
     """"text" for people or "json" for machines."""
     log_level: str = "info"

@@ -24,6 +24,8 @@ from coordinator_service.run import AGREEMENTS, Run
 from coordinator_service.state_keeper import StateKeeper
 from coordinator_service.step_opening import StepOpening
 from coordinator_service.store_records import EpochRecord
+from coordinator_service.watch.event_log import EACH_STEP
+from coordinator_service.watch.step_spans import StepSpans
 
 _log = logging.getLogger(__name__)
 
@@ -34,14 +36,22 @@ FINISHED = "finished_steps"
 class Driver:
     """Makes a run's steps."""
 
-    def __init__(self, run: Run, recovery: Recovery, keeper: StateKeeper, onboarding: Onboarding) -> None:
-        """Drives a run; has its state kept, and handed to those who lack it."""
+    def __init__(
+        self,
+        run: Run,
+        recovery: Recovery,
+        keeper: StateKeeper,
+        onboarding: Onboarding,
+        spans: StepSpans | None = None,
+    ) -> None:
+        """Drives a run; has its state kept, and handed to those who lack it; traces its steps, if asked."""
         self._run = run
         self._recovery = recovery
         self._keeper = keeper
         self._onboarding = onboarding
         self._link_watch = LinkWatch(run)
-        self._opening = StepOpening(run)
+        self._spans = spans or StepSpans(None)
+        self._opening = StepOpening(run, self._spans)
         self._store = run.store
         self._writing = run.writing
         self._file = run.file
@@ -157,6 +167,7 @@ class Driver:
     def _remember(self) -> None:
         """Takes over what was committed before: workers that never heard of the last commits may ask again."""
         commits = self._store.commits()
+        self._progress.remember(commits)
         self._run.conduct.remember([*self._store.superseded(), *commits])
         for record in commits:
             if record.kind == "train":
@@ -194,6 +205,8 @@ class Driver:
             except StepVoided as voided:
                 live.fail(voided)  # Also where everything was committed, and the audit said no.
                 _log.warning("%s", voided.message)
+                self._progress.voided_attempts += 1
+                self._spans.voided(voided.message)
                 attempt += 1
                 self._halt_if_hopeless(live.core.label, attempt, voided.message)
             except (Diverged, Halted) as error:
@@ -300,7 +313,9 @@ class Driver:
             self._settle_members(live, late)
         live.ended.set_result(committed)
         self._run.conduct.note_commit(live.core.label, record)
-        _log.info("%s", plan.sentence(live.core, committed, self._progress.step_seconds))
+        _log.info("%s", plan.sentence(live.core, committed, self._progress.step_seconds), extra=EACH_STEP)
+        self._spans.committed(committed.global_loss, len({lease.worker_id for lease in live.core.live}))
+        self._epochs.let_go(self._progress.committed_steps)
         if live.core.kind == "train":
             await self._link_watch.note(live)
         self._run.changed.notify()
@@ -316,9 +331,12 @@ class Driver:
         if live.core.step == self._progress.first_step:
             self._epochs.forget_initial_hashes()
         for seat in late:
-            _log.warning("worker %s was left behind at step %d", seat.member.name, live.core.step)
+            name = seat.member.name
+            _log.warning("worker %s was left behind at step %d", name, live.core.step, extra={"worker": name})
             self._run.states.follow(seat)
         self._mark_outsiders(live)
+        if live.publishers:
+            self._keeper.published_after(live)
         for worker in live.publishers:
             publisher = self._epochs.seats.get(worker)
             if publisher and publisher not in late:

@@ -48,6 +48,10 @@ class Seat:
     """Why it has its share, for people."""
     cpu_fallbacks: int = 0
     """Operations that its accelerator has given back to its CPU, as it says."""
+    waiting_for: str = ""
+    """What it waits for while its parameters lag behind, for people."""
+    draining: bool = False
+    """Whether it is let go of after the step in progress, at the operator's wish."""
     beats: int = 0
     """Heartbeats of it so far."""
     tainted: bool = False
@@ -133,6 +137,7 @@ class Epochs:
                 member.worker_id,
                 applicant.peer,
                 ", ".join((applicant.backend, *applicant.device_names)),
+                extra={"worker": member.name},
             )
             self.changed.notify()
         return member
@@ -204,7 +209,7 @@ class Epochs:
         if parameters_sha256 and not seat.following:
             self.final_hashes[member.name] = parameters_sha256
         log = _log.info if seat.dismissed else _log.warning
-        log("worker %s left: %s", member.name, reason)
+        log("worker %s left: %s", member.name, reason, extra={"worker": member.name})
         seat.outbox.put_nowait(last)
         self._on_gone(member, reason)
         self.changed.notify()
@@ -225,6 +230,15 @@ class Epochs:
             if not seat.dismissed:
                 seat.dismissed = True
                 seat.outbox.put_nowait(frame)
+
+    def let_go(self, committed_steps: int) -> None:
+        """Says goodbye to the members that are to leave between two steps, at the operator's wish."""
+        for seat in [seat for seat in self.seats.values() if seat.draining and not seat.dismissed]:
+            seat.dismissed, seat.member.ready = True, False
+            reason = "the operator drained this worker"
+            told = Shutdown(reason=reason, finished=False, committed_steps=committed_steps, drained=True)
+            seat.outbox.put_nowait(told)
+            self.changed.notify()
 
     async def watch_leases(self, interval: float) -> None:
         """Ends leases that run out, for ever."""

@@ -65,6 +65,8 @@ class LiveStep:
         """Where the optimizer runs."""
         self.wire_type = ""
         """Element type that contributions travel in."""
+        self.traceparent = ""
+        """Trace context of the attempt."""
         self.epoch = epoch
         self.moment = Moment(epoch=epoch.number, step=layout.step, attempt=attempt)
         self.peers = self._peer_step(leases, surroundings.group) if surroundings.group else None
@@ -85,6 +87,10 @@ class LiveStep:
         self.on_ended: Callable[[Sequence[Lease]], None] = lambda leases: None
         """Told of leases that ended before they were done, and when a bucket starts again: what leases that are over
         had left in it is lost then."""
+        self.first_sent: dict[int, float] = {}
+        """By worker, when its first contribution came."""
+        self.done_at: dict[int, float] = {}
+        """By worker, when it last said that a lease is done."""
         self.publishers: set[int] = set()
         """Workers that were asked to publish the state after this step."""
         self.all_committed = asyncio.Event()
@@ -122,6 +128,7 @@ class LiveStep:
             discard_state=discard_state,
             group=self.peers.group if self.peers else None,
             wire_type=self.wire_type,
+            traceparent=self.traceparent,
         )
 
     @property
@@ -158,6 +165,7 @@ class LiveStep:
         if again and offer.bucket in self._rounds:
             self._take_back(lease, self._rounds[offer.bucket])
         change = self.core.begin(lease, offer.bucket, offer.spec, offer.stats, offer.num_buckets)
+        self.first_sent.setdefault(lease.worker_id, time.monotonic())
         live = self._rounds.get(offer.bucket)
         if live is None or live.round is not self.core.rounds[offer.bucket]:
             live = self._rounds[offer.bucket] = LiveRound(offer.bucket, self.core, self._same_host, self._on_change)
@@ -170,6 +178,7 @@ class LiveStep:
         """Notes that a lease is done, see `Step.commit`; returns whether its worker says so for the first time."""
         self.moved = time.monotonic()
         self.apply(self.core.commit(lease, report))
+        self.done_at[lease.worker_id] = self.moved
         is_news = lease.lease_id not in self._reported
         self._reported.add(lease.lease_id)
         return is_news

@@ -104,6 +104,7 @@ class Onboarding:
             self._check(follower, seat)
             if follower.out is None:
                 self._help(follower, seat)
+            seat.waiting_for = follower.waiting_for
         if not following:
             self._asking.take_back()
 
@@ -114,10 +115,10 @@ class Onboarding:
             follower.out.making.cancel()
         if seat is None:
             return
-        self._run.stored_problem = ""
+        self._run.stored_problem = seat.waiting_for = ""
         took = f" after {self._clock() - follower.out.began:.1f} s" if follower.out else ""
         source = f", {self._source(follower.out)}" if follower.out else ""
-        _log.info("worker %s is up to date%s%s", follower.name, took, source)
+        _log.info("worker %s is up to date%s%s", follower.name, took, source, extra={"worker": follower.name})
 
     def _check(self, follower: _Follower, seat: Seat) -> None:
         """Ends an offer that is of no use any more."""
@@ -146,6 +147,7 @@ class Onboarding:
             out.steps,
             self._source(out),
             reason,
+            extra={"worker": follower.name},
         )
         if out.route.worker_id == STORE:
             problem = f"worker {follower.name} could not load the one that is stored behind step {out.steps}: {reason}"

@@ -2,9 +2,13 @@
 
 import math
 import time
+from collections.abc import Iterable
 
 from ayni.step_values import Commit
+from coordinator_service.store_records import CommitRecord
 from coordinator_service.values import Waiting
+from coordinator_service.watch.history import History
+from coordinator_service.watch.view import Point
 
 
 class Progress:
@@ -47,6 +51,10 @@ class Progress:
         self.samples_per_second = 0.0
         self.step_seconds = 0.0
         self.peak_reducer_bytes = 0
+        self.voided_attempts = 0
+        self.storing_steps = 0
+        """Steps behind the train state that is being stored; 0 for none."""
+        self.history = History()
         self.started = time.monotonic()
         self._opened = self.started
 
@@ -71,6 +79,13 @@ class Progress:
         """Notes that there are enough workers."""
         self.state, self.waiting = "running", None
 
+    def remember(self, records: Iterable[CommitRecord]) -> None:
+        """Takes the curves of what earlier processes committed."""
+        for record in records:
+            curve = self.history.training if record.kind == "train" else self.history.evaluations
+            accuracy = record.num_correct / record.num_predictions if record.num_predictions else None
+            curve.add(Point(step=record.step, unix_time=record.unix_time, loss=record.loss, accuracy=accuracy))
+
     def open(self, step: int, attempt: int, kind: str) -> None:
         """Notes a new attempt."""
         self.step, self.attempt, self.kind = step, attempt, kind
@@ -83,11 +98,13 @@ class Progress:
             self.committed_steps = told.step + 1
             self.loss = _known(told.global_loss)
             rate = num_samples / max(self.step_seconds, 1e-9)
+            self.history.trained(_point(told, rate), self.step_seconds)
             self.samples_per_second = (
                 rate if not self.samples_per_second else 0.7 * self.samples_per_second + 0.3 * rate
             )
             return
         self.evaluated_steps = told.step
+        self.history.evaluations.add(_point(told))
         self.evaluation_loss = _known(told.global_loss)
         self.evaluation_accuracy = told.num_correct / told.num_predictions if told.num_predictions else None
         if told.best:
@@ -108,3 +125,13 @@ class Progress:
 
 def _known(loss: float) -> float | None:
     return None if math.isnan(loss) else loss
+
+
+def _point(told: Commit, rate: float | None = None) -> Point:
+    return Point(
+        step=told.step,
+        unix_time=time.time(),
+        loss=_known(told.global_loss),
+        samples_per_second=rate,
+        accuracy=told.num_correct / told.num_predictions if told.num_predictions else None,
+    )

@@ -8,9 +8,11 @@ from pathlib import Path
 
 from ayni.channels import open_channel
 from ayni.errors import UnknownWorker
+from ayni.logs import set_fields
 from ayni.process import DONE, FAILED, TEMPORARY, Stop, load_token
 from ayni.servers import TokenInterceptor, add_health_and_reflection, add_service, bind, make_server
 from ayni.settings import SettingsError
+from ayni.tracing import open_tracing
 from coordinator_service import collectives, status
 from coordinator_service.artifacts import Artifacts
 from coordinator_service.attachments import Attachments
@@ -29,6 +31,9 @@ from coordinator_service.service import RAW_METHODS, CoordinatorServicer
 from coordinator_service.shared_regions import SharedRegions
 from coordinator_service.state_keeper import StateKeeper
 from coordinator_service.store import RunStore, open_store
+from coordinator_service.watch.event_log import event_log
+from coordinator_service.watch.serving import check_dashboard, dashboard
+from coordinator_service.watch.step_spans import StepSpans
 from coordinator_service.worker_stub import GrpcBlockWorker
 
 _log = logging.getLogger(__name__)
@@ -54,6 +59,9 @@ async def serve(file: RunFile, stop: Stop) -> int:
         OSError: the port is in use, or the state can't be written.
     """
     token = load_token(file.token_file)
+    check_dashboard(file.dashboard)
+    set_fields(run=file.run_id)
+    spans = StepSpans(open_tracing(file.traces, "ayni-coordinator", {"ayni.run": file.run_id}))
     artifacts = await asyncio.to_thread(_artifacts, file.artifacts)
     store = await asyncio.to_thread(open_store, file)
     try:
@@ -65,15 +73,19 @@ async def serve(file: RunFile, stop: Stop) -> int:
             run.same_host = SameHost(SharedRegions(None, run.epochs.find, 4 * file.max_bucket_bytes))
         attachments = Attachments()
         dial = partial(_dial, file, token, attachments)
-        driver = Driver(run, Recovery(run, store), StateKeeper(run, dial), Onboarding(run, attachments, dial))
+        keeper = StateKeeper(run, dial)
+        driver = Driver(run, Recovery(run, store), keeper, Onboarding(run, attachments, dial), spans)
         servicer = CoordinatorServicer(run, artifacts, attachments)
-        await _serve(run, driver, servicer, token, stop)
+        with event_log(run.progress):
+            async with dashboard(run, token, keeper.ask) as page:
+                await _serve(run, driver, servicer, token, stop, page)
         return await _outcome(run)
     finally:
         store.close()
+        await asyncio.to_thread(spans.close)
 
 
-async def _serve(run: Run, driver: Driver, servicer: CoordinatorServicer, token: str, stop: Stop) -> None:
+async def _serve(run: Run, driver: Driver, servicer: CoordinatorServicer, token: str, stop: Stop, page: str) -> None:
     file = run.file
     server = make_server(TokenInterceptor(token, file.limits), limits=file.limits)
     add_service(server, SERVICE, servicer, raw=RAW_METHODS)
@@ -85,6 +97,9 @@ async def _serve(run: Run, driver: Driver, servicer: CoordinatorServicer, token:
     await server.start()
     print(f"listening on {address}", flush=True)
     _log.info("run %s is served at %s; %s", file.run_id, address, _goal(run))
+    if page:
+        print(f"dashboard at {page}", flush=True)
+        _log.info("the dashboard is at %s", page)
     if file.topology == "torch":
         _log.warning("topology torch: the bytes of a mean depend on who computed what, and so do the parameters")
     try:

@@ -180,7 +180,7 @@ class CoordinatorServicer:
     async def GetRun(self, request: pb.GetRunRequest, context: Context) -> pb.GetRunResponse:
         """Describes the run."""
         self._check_run_id(request.run_id)
-        return status.describe(self._run, self._artifacts)
+        return status.describe(self._run, self._artifacts, with_history=request.with_history)
 
     async def MeasureLink(self, request: pb.MeasureLinkRequest, context: Context) -> pb.MeasureLinkResponse:
         """Answers with as many bytes as were asked for."""
@@ -192,7 +192,7 @@ class CoordinatorServicer:
         interval = min(max(given, 0.05), 60.0)
         while True:
             ended = self._run.progress.ended
-            yield pb.WatchRunResponse(snapshot=status.snapshot(self._run))
+            yield pb.WatchRunResponse(snapshot=status.snapshot(self._run, with_history=request.with_history))
             if ended:
                 return
             await self._run.next_change(interval, limit=1.0)

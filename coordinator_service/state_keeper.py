@@ -14,6 +14,7 @@ from ayni.errors import AyniError
 from ayni.settings import SettingsError
 from coordinator_service.due_states import Missed, Standing, Store, next_state
 from coordinator_service.epochs import Seat
+from coordinator_service.live import LiveStep
 from coordinator_service.run import Run
 from coordinator_service.state_group import STATE, Dial, Foreign, StateGroup
 
@@ -41,6 +42,8 @@ class StateKeeper:
         self._stored = run.stored
         self._extra: set[int] = set()
         self._is_last = False
+        self._asked: tuple[LiveStep | None] | None = None
+        """The step that was open when an operator asked for a state; None: nobody waits for one."""
         run.progress.stored_steps = self._stored.newest(run.progress.committed_steps)
         # What a coordinator before this one did not settle may still be held.
         run.progress.settled_steps = max(run.progress.initial_step, run.progress.stored_steps)
@@ -71,6 +74,18 @@ class StateKeeper:
             self._extra.add(steps)
             self._run.changed.notify()
             await self._until_settled(steps, within_s)
+
+    def ask(self) -> None:
+        """Has the state behind the next step stored, whether it is due or not, at an operator's wish."""
+        for seat in self._run.epochs.able:
+            seat.publish_requested = True
+        self._asked = (self._run.live,)
+
+    def published_after(self, live: LiveStep) -> None:
+        """Takes note of a step after which members publish their state because they were asked to."""
+        if self._asked and self._asked[0] is not live:
+            self._asked = None
+            self._extra.add(live.core.step + 1)
 
     async def close(self) -> None:
         """Ends the connections to the workers."""
@@ -136,6 +151,7 @@ class StateKeeper:
     async def _store(self, due: Store) -> None:
         timeout = self._run.file.timeouts.store.total_seconds()
         began = time.monotonic()
+        self._run.progress.storing_steps = due.steps
         try:
             async with asyncio.timeout(timeout):
                 size = await self._put(due, timeout)
@@ -151,6 +167,8 @@ class StateKeeper:
             _log.error("the state behind step %d was not stored: %s", due.steps, error)
         except Exception:
             _log.exception("the state behind step %d was not stored", due.steps)
+        finally:
+            self._run.progress.storing_steps = 0
         self._settle(due.steps)
         await self._tidy(due.steps)
 

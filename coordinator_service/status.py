@@ -13,6 +13,8 @@ from ayni.v1 import coordinator_pb2 as pb
 from coordinator_service.artifacts import Artifacts
 from coordinator_service.epochs import Seat
 from coordinator_service.run import Run
+from coordinator_service.watch.history_messages import add_history, so_far
+from coordinator_service.watch.operator import checkpoint_refusal
 
 _STATES = {
     "waiting": pb.RUN_STATE_WAITING,
@@ -24,14 +26,14 @@ _STATES = {
 }
 
 
-def describe(run: Run, artifacts: Artifacts) -> pb.GetRunResponse:
+def describe(run: Run, artifacts: Artifacts, *, with_history: bool = False) -> pb.GetRunResponse:
     """Returns the run with its configuration, files and state."""
     return pb.GetRunResponse(
         run_id=run.file.run_id,
         protocol_version=PROTOCOL_VERSION,
         config_json=json.dumps(shared_config(run)),
         artifacts=[pb.Artifact(name=f.name, sha256=f.sha256, size_bytes=f.size_bytes) for f in artifacts.files],
-        snapshot=snapshot(run),
+        snapshot=snapshot(run, with_history=with_history),
     )
 
 
@@ -46,8 +48,8 @@ def config_of(file: RunConfig) -> dict[str, object]:
     return {name: value for name, value in to_mapping(file).items() if name in shared}
 
 
-def snapshot(run: Run) -> pb.RunSnapshot:
-    """Returns the state at this moment."""
+def snapshot(run: Run, *, with_history: bool = False) -> pb.RunSnapshot:
+    """Returns the state at this moment, with the run's curves and events where they are asked for."""
     progress = run.progress
     held = run.live.core.held_bytes if run.live else 0
     group, owners = run.regrouping.group, run.regrouping.owners
@@ -75,7 +77,16 @@ def snapshot(run: Run) -> pb.RunSnapshot:
         generation=group.generation if group else 0,
         regroups=progress.regroups,
         wire_type=dtype_enum(run.wire_types.now),
+        step=progress.step,
+        step_elapsed=duration(time.monotonic() - run.live.opened) if run.live else None,
+        step_took=duration(progress.step_seconds),
+        voided_attempts=progress.voided_attempts,
+        storing_steps=progress.storing_steps,
+        checkpoint_refusal=checkpoint_refusal(run),
+        unix_time=time.time(),
     )
+    if with_history:
+        add_history(message, progress.history)
     for name in ("loss", "evaluation_loss", "evaluation_accuracy"):
         if (value := getattr(progress, name)) is not None:
             setattr(message, name, value)
@@ -105,6 +116,12 @@ def _worker(run: Run, seat: Seat, owners: Container[int]) -> pb.WorkerSnapshot:
         shares_memory=run.same_host.is_connected(member.worker_id),
         owns_slices=member.worker_id in owners,
         cpu_fallbacks=seat.cpu_fallbacks,
+        completed_steps=seat.completed_steps,
+        published_steps=seat.published_steps,
+        attached=not member.applicant.address,
+        draining=seat.draining,
+        so_far=so_far(run.live, member.worker_id),
+        waiting_for=seat.waiting_for if seat.following else "",
     )
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from ayni import failpoints
+from ayni.logs import set_fields
 from ayni.tensors import position_bytes
 from coordinator_service import plan
 from coordinator_service.epochs import Seat
@@ -11,6 +12,7 @@ from coordinator_service.live import LiveStep, Surroundings
 from coordinator_service.membership import Epoch
 from coordinator_service.run import Run
 from coordinator_service.shards import Bid
+from coordinator_service.watch.step_spans import StepSpans
 
 _Members = tuple[tuple[int, bool], ...]
 """Worker ids by rank, and whether each follows."""
@@ -22,9 +24,10 @@ _FORGET_AFTER = 20
 class StepOpening:
     """Cuts each step among the members of its epoch."""
 
-    def __init__(self, run: Run) -> None:
-        """Opens steps of a run."""
+    def __init__(self, run: Run, spans: StepSpans) -> None:
+        """Opens steps of a run, and their spans."""
         self._run = run
+        self._spans = spans
         self._shares: dict[str, tuple[_Members, tuple[tuple[int, int], ...]]] = {}
         """For each kind of step, the members and their shares in the last one."""
 
@@ -46,9 +49,11 @@ class StepOpening:
         )
         live = LiveStep(layout, attempt, epoch, leases, around)
         live.update, live.wire_type = run.update_mode, wire_type
+        live.traceparent = self._spans.opened(kind, step, attempt, epoch.number)
         run.live = live
         run.releases.open(live)
         run.progress.open(step, attempt, kind)
+        set_fields(epoch=epoch.number, step=step)
         for seat, lease, share in zip(seats, leases, layout.shares, strict=True):
             _tell(live, seat, lease, share.reason)
         run.changed.notify()

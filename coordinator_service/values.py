@@ -30,6 +30,8 @@ class Assignment:
     group: ExchangeGroup | None = None
     """Who reduces among themselves; None where the coordinator does."""
     wire_type: str = ""
+    traceparent: str = ""
+    """Trace context in W3C form; empty where no traces are asked for."""
 
     @property
     def shard_start(self) -> int:
@@ -117,3 +119,5 @@ class Shutdown:
     committed_steps: int
     checkpoint_writer: str = ""
     """Name of the worker that writes the last checkpoint."""
+    drained: bool = False
+    """Whether only this worker is let go, and the run goes on."""

@@ -241,6 +241,7 @@ def assignment_frame(frame: Frame) -> pb.ShardAssignmentResponse:
                 finished=frame.finished,
                 committed_steps=frame.committed_steps,
                 checkpoint_writer=frame.checkpoint_writer,
+                drained=frame.drained,
             )
         )
     return pb.ShardAssignmentResponse(assignment=_assignment(frame))
@@ -291,6 +292,7 @@ def _assignment(frame: values.Assignment) -> pb.Assignment:
         discard_state=frame.discard_state,
         group=_group(frame.group) if frame.group else None,
         wire_type=dtype_enum(frame.wire_type or "unspecified"),
+        traceparent=frame.traceparent,
     )
 
 

@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING
 from ayni.channels import open_channel
 from ayni.endpoints import parse_address
 from ayni.errors import RunEnded
-from ayni.logs import log_context
+from ayni.logs import log_context, set_fields
 from ayni.process import DONE, FAILED, Stopped, TemporaryFailure, load_token, on_signal
 from ayni.settings import SettingsError
+from ayni.tracing import open_tracing
 from worker_agent import bridge
 from worker_agent.artifacts import ArtifactCache
 from worker_agent.attachment import AttachConfig, Attachment, is_needed
@@ -34,10 +35,13 @@ from worker_agent.launchers import worker_name
 from worker_agent.messages import Run
 from worker_agent.progress import Reporter, make_reporter
 from worker_agent.serving import BlockService, ServiceConfig, block_service
+from worker_agent.session import BucketExchange
+from worker_agent.step_spans import StepSpans
 from worker_agent.train_state_format import MODEL
 
 if TYPE_CHECKING:
     from worker_agent.training.events import TrainResult
+    from worker_agent.training.timeline import Timeline
 
 _log = logging.getLogger(__name__)
 
@@ -121,11 +125,11 @@ class Agent:
         client.count_fallbacks(job.backend.fallbacks)
         with self._leaving(client), self._attached(client, token):
             result = self._train(job, client, reporter)
-            client.close("the run is over", result.parameters_sha256)
+            client.close("it was drained" if client.drained else "the run is over", result.parameters_sha256)
         _log.info("%s", _farewell(result, client))
         if fallbacks := job.backend.fallbacks():
             _log.warning("%d operations ran on the CPU because the GPU's engine does not have them", fallbacks)
-        code = DONE if client.finished else FAILED
+        code = DONE if client.finished or client.drained else FAILED
         self._linger()
         return code
 
@@ -144,6 +148,7 @@ class Agent:
                 partial(coordinator.get_run, config.run_id), config.coordinator, config.connect_timeout
             )
             run = self._network.wait(asking, config.connect_timeout.total_seconds() + _START_SECONDS, "GetRun")
+            set_fields(run=run.run_id, worker=self._name)
             _log.info("run %s: %d files", run.run_id, len(run.artifacts))
             cache = ArtifactCache(config.cache_dir.expanduser(), config.cache_timeout)
             files = cache.provide(
@@ -160,20 +165,24 @@ class Agent:
     def _train(self, job: Job, client: WorkerClient, reporter: Reporter) -> "TrainResult":
         from worker_agent.training.events import StepEvent
         from worker_agent.training.metrics import Metrics
-        from worker_agent.training.timeline import Timeline
         from worker_agent.training.trackers import Trackers
 
         names = self._config.trackers
         trackers = Trackers(names, job.config.run_id, job.folder.name) if names else None
         metrics = Metrics(job.folder, tensorboard=self._config.tensorboard, trackers=trackers)
-        timeline = Timeline(job.folder) if self._config.timeline else None
-        if timeline:
-            client.on_exchange(timeline.exchanged)
+        watching = self._watching(job)
+
+        def exchanged(exchange: BucketExchange) -> None:
+            for one in watching:
+                one.exchanged(exchange)
+
+        if watching:
+            client.on_exchange(exchanged)
 
         def on_event(event: StepEvent) -> None:
             metrics.write(event)
-            if timeline:
-                timeline.write(event)
+            for one in watching:
+                one.write(event)
             with self._context(rank=event.rank, epoch=event.epoch, step=event.step):
                 reporter.stepped(event, job.config.num_steps)
             if event.kind == "train" and not event.following:
@@ -185,9 +194,19 @@ class Agent:
                 return job.trainer.train(client, on_event)
         finally:
             metrics.close()
-            if timeline:
-                timeline.close()
+            for one in watching:
+                one.close()
             job.trainer.close()
+
+    def _watching(self, job: Job) -> "list[Timeline | StepSpans]":
+        """Returns what writes down the exchanges and moments of each step."""
+        from worker_agent.training.timeline import Timeline
+
+        found: list[Timeline | StepSpans] = [Timeline(job.folder)] if self._config.timeline else []
+        about = {"ayni.run": job.config.run_id, "service.instance.id": self._name}
+        if tracing := open_tracing(self._config.traces, "ayni-worker", about):
+            found.append(StepSpans(tracing))
+        return found
 
     def _context(self, **fields: object) -> AbstractContextManager[None]:
         """Adds fields to log events for machines; people read them in the sentences."""

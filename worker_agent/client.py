@@ -117,6 +117,12 @@ class WorkerClient(SeedCalls):
         return isinstance(ending, Shutdown) and ending.finished
 
     @property
+    def drained(self) -> bool:
+        """Whether the coordinator let this worker go at its operator's wish, and the run goes on."""
+        ending = self._presence.ending
+        return isinstance(ending, Shutdown) and ending.drained
+
+    @property
     def session(self) -> str:
         """Secret of the membership of now, for calls that others pass on."""
         return self._presence.member.membership.session

@@ -91,6 +91,10 @@ class WorkerConfig:
     when it listens on loopback and the coordinator is elsewhere."""
     serve_after: timedelta = timedelta(0)
     """How long to go on serving blocks, such as the published train state, after the run; a signal ends it earlier."""
+    traces: str = ""
+    """OTLP receiver over gRPC that gets this worker's spans of every step that the coordinator traces, such as
+    http://127.0.0.1:4317. Empty: what the variables OTEL_EXPORTER_OTLP_ENDPOINT and others say; off: none. Needs the
+    extra otel."""
     log_format: str = "text"
     """text for people (with a live line in a terminal) or json for machines."""
     log_level: str = "info"

@@ -383,7 +383,7 @@ class Member:
 
     def _end(self, shutdown: Shutdown) -> None:
         if not self._leaving:
-            _log.info("the run is over: %s", shutdown.reason)
+            _log.info("%s: %s", "let go" if shutdown.drained else "the run is over", shutdown.reason)
         self._standing.checkpoint_writer = shutdown.checkpoint_writer
         self.news.end(shutdown)
         self._standing.settled.announce()

@@ -184,6 +184,8 @@ class Shutdown:
     finished: bool
     checkpoint_writer: str = ""
     """Name of the worker that writes the last checkpoint."""
+    drained: bool = False
+    """Whether the run goes on, without this worker: its operator wished so."""
 
 
 Frame = ShardAssignment | Waiting | Shutdown | Revoked | StateOffer | Regroup
@@ -257,8 +259,8 @@ def assignment_frame(message: pb.ShardAssignmentResponse) -> Frame:
     if message.HasField("regroup"):
         return _regroup(message.regroup)
     if message.HasField("shutdown"):
-        said = message.shutdown
-        return Shutdown(reason=said.reason, finished=said.finished, checkpoint_writer=said.checkpoint_writer)
+        said, writer = message.shutdown, message.shutdown.checkpoint_writer
+        return Shutdown(reason=said.reason, finished=said.finished, checkpoint_writer=writer, drained=said.drained)
     return Waiting(reason=message.waiting.reason)
 
 
@@ -300,6 +302,7 @@ def _assignment(message: pb.Assignment) -> ShardAssignment:
         discard_state=message.discard_state,
         group=group_of(message.group) if message.HasField("group") else None,
         wire_type=dtype_name(message.wire_type) if message.wire_type else "",
+        traceparent=message.traceparent[:128],
     )
 
 

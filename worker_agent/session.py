@@ -68,6 +68,8 @@ class ShardAssignment:
     """Who reduces this attempt's gradients among themselves, when the lease was given; None: the coordinator does."""
     wire_type: str = ""
     """Element type that contributions to the step travel in; empty for not said: the run's."""
+    traceparent: str = ""
+    """Trace context of the attempt in W3C form; empty where the coordinator does not trace."""
 
     @property
     def origin(self) -> Origin:

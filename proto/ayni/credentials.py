@@ -24,6 +24,23 @@ def server_credentials(tls: ServerTls) -> grpc.ServerCredentials:
     return grpc.ssl_server_credentials([pair], _read_ca(tls.client_ca, "TLS client CA"), require_client_auth=True)
 
 
+def server_context(tls: ServerTls) -> ssl.SSLContext:
+    """Returns the same for a server that is not gRPC's.
+
+    Raises:
+        SettingsError: a file can't be read, isn't PEM, or key and certificate don't belong together.
+    """
+    assert tls.certificate
+    assert tls.key
+    _check_pair(tls.certificate, tls.key)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(tls.certificate, tls.key, password=_no_password)
+    if tls.client_ca:
+        context.load_verify_locations(cadata=_read_ca(tls.client_ca, "TLS client CA").decode("ascii"))
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
 def channel_credentials(tls: ClientTls) -> grpc.ChannelCredentials:
     """Returns the credentials of a client that speaks TLS.
 

@@ -1,7 +1,8 @@
 """Log lines for people or machines, with context and without secrets.  [shell]
 
-One event is one line on standard error. Worker, rank, epoch, step and bucket come from `log_context`, so that no call
-site passes them. Text that was registered as secret never leaves through a log, whatever part of the event holds it.
+One event is one line on standard error. Run, worker, rank, epoch, step and bucket come from `log_context`, or, for
+machines, from `set_fields` and the event's own `extra`, so that hardly any call site passes them. Text that was
+registered as secret never leaves through a log, whatever part of the event holds it.
 """
 
 import json
@@ -14,10 +15,11 @@ from datetime import UTC, datetime
 from types import MappingProxyType
 
 FORMATS = ("text", "json")
-FIELDS = ("worker", "rank", "epoch", "step", "bucket")
-"""Names that `log_context` takes."""
+FIELDS = ("run", "worker", "rank", "epoch", "step", "bucket")
+"""Names that `log_context` and `set_fields` take."""
 
 _context: ContextVar[Mapping[str, object]] = ContextVar("ayni_log_context", default=MappingProxyType({}))
+_fields: dict[str, object] = {}
 _secrets: set[str] = set()
 _QUIET = frozenset(
     "asyncio filelock fsspec grpc matplotlib peft safetensors tensorboard tokenizers torch transformers urllib3".split()
@@ -36,6 +38,7 @@ def configure(log_format: str = "text", level: str = "INFO") -> None:
         raise ValueError(f"log_format is {log_format!r}; it must be one of {', '.join(FORMATS)}")
     if level.upper() not in logging.getLevelNamesMapping():
         raise ValueError(f"log_level is {level!r}; it must be one of DEBUG, INFO, WARNING, ERROR")
+    _fields.clear()
     root = logging.getLogger()
     for handler in [handler for handler in root.handlers if isinstance(handler.formatter, _Formatter)]:
         root.removeHandler(handler)
@@ -54,14 +57,23 @@ def log_context(**fields: object) -> Iterator[None]:
     Raises:
         ValueError: a name is not one of FIELDS.
     """
-    if unknown := sorted(fields.keys() - set(FIELDS)):
-        raise ValueError(f"log context {', '.join(unknown)} is unknown; known: {', '.join(FIELDS)}")
+    _check(fields)
     before = _context.get()
     _context.set({**before, **fields})
     try:
         yield
     finally:
         _context.set(before)
+
+
+def set_fields(**fields: object) -> None:
+    """Adds fields to every event that this process logs for machines from now on; people read them in the sentences.
+
+    Raises:
+        ValueError: a name is not one of FIELDS.
+    """
+    _check(fields)
+    _fields.update(fields)
 
 
 def register_secret(text: str) -> None:
@@ -77,6 +89,11 @@ def notice(sentence: str, logger: str) -> str:
         if isinstance(handler.formatter, _JsonFormatter):
             return handler.formatter.format(record)
     return sentence
+
+
+def _check(fields: Mapping[str, object]) -> None:
+    if unknown := sorted(fields.keys() - set(FIELDS)):
+        raise ValueError(f"log context {', '.join(unknown)} is unknown; known: {', '.join(FIELDS)}")
 
 
 def _is_wanted(record: logging.LogRecord) -> bool:
@@ -110,17 +127,19 @@ class _Formatter(logging.Formatter):
 
     def message(self, record: logging.LogRecord) -> str:
         """Returns the event's sentence without secrets."""
-        return _redact(record.getMessage())
+        return redacted(record.getMessage())
 
     def traceback(self, record: logging.LogRecord) -> str:
         """Returns the traceback without secrets; empty when there is none."""
-        return _redact(self.formatException(record.exc_info)) if record.exc_info else ""
+        return redacted(self.formatException(record.exc_info)) if record.exc_info else ""
 
-    def context(self) -> dict[str, object]:
-        """Returns the context's fields, in the order of FIELDS, without secrets."""
-        context = _context.get()
+    def context(self, fields: Mapping[str, object] = MappingProxyType({})) -> dict[str, object]:
+        """Returns the context's fields, and others where it has none, in the order of FIELDS, without secrets."""
+        context = {**fields, **_context.get()}
         plain = {name: context[name] for name in FIELDS if context.get(name) is not None}
-        return {name: value if isinstance(value, int | float) else _redact(str(value)) for name, value in plain.items()}
+        return {
+            name: value if isinstance(value, int | float) else redacted(str(value)) for name, value in plain.items()
+        }
 
 
 class _TextFormatter(_Formatter):
@@ -138,14 +157,15 @@ class _JsonFormatter(_Formatter):
             "level": record.levelname,
             "logger": record.name,
             "message": self.message(record),
-            **self.context(),
+            **self.context(_fields | {name: value for name, value in vars(record).items() if name in FIELDS}),
         }
         if traceback := self.traceback(record):
             event["traceback"] = traceback
         return json.dumps(event)
 
 
-def _redact(text: str) -> str:
+def redacted(text: str) -> str:
+    """Returns a text without what was registered as secret."""
     for secret in _secrets:
         text = text.replace(secret, _REDACTED)
     return text

@@ -81,7 +81,9 @@ def test_context_of_one_task_is_not_that_of_another(monkeypatch: pytest.MonkeyPa
 
 
 def test_unknown_context_is_refused() -> None:
-    with pytest.raises(ValueError, match="log context iteration is unknown; known: worker, rank, epoch, step, bucket"):
+    with pytest.raises(
+        ValueError, match="log context iteration is unknown; known: run, worker, rank, epoch, step, bucket"
+    ):
         log_context(iteration=3).__enter__()
 
 
@@ -161,3 +163,23 @@ def test_only_changes_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert changes.log_if_changed("wait", "1 of 2")
     assert [record.getMessage() for record in caplog.records] == ["1 of 2", "1 of 2", "2 of 2", "1 of 2", "1 of 2"]
     assert {record.funcName for record in caplog.records} != {"log_if_changed"}
+
+
+def test_fields_of_the_process_are_for_machines_and_what_an_event_says_itself_counts_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stream = configured(monkeypatch, "json")
+    logs.set_fields(run="toy", epoch=2, step=7)
+    logger.info("worker %s left", "bee", extra={"worker": "bee"})
+    with log_context(step=8):
+        logger.info("more")
+    first, second = stream.getvalue().splitlines()
+    stream = configured(monkeypatch, "text")
+    logs.set_fields(run="toy")
+    logger.info("read by people")
+    logs.configure()
+    third = stream.getvalue().strip()
+    said = {"run": "toy", "worker": "bee", "epoch": 2, "step": 7}
+    assert json.loads(first).items() >= said.items()
+    assert json.loads(second)["step"] == 8
+    assert third.endswith("INFO ayni.test: read by people")

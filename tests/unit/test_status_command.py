@@ -51,3 +51,48 @@ def test_work_that_an_accelerator_gives_back_to_the_cpu_is_shown():
     lines = shown(pb.RunSnapshot(workers=[ant, bee]), wide=False)
     assert any("ant" in line and "computing (3 fallbacks to CPU)" in line for line in lines), lines
     assert not any("bee" in line and "fallback" in line for line in lines)
+
+
+def with_history() -> pb.RunSnapshot:
+    snapshot = pb.RunSnapshot(state=pb.RUN_STATE_RUNNING, committed_steps=100, num_steps=200, stored_steps=90)
+    for step in range(100):
+        loss, kind = 4.0 - step / 50, pb.STEP_KIND_TRAIN
+        snapshot.points.add(step=step, unix_time=1e9 + 2 * step, kind=kind, loss=loss, samples_per_second=8.0)
+    snapshot.events.add(unix_time=1e9, level="info", sentence="worker ant joined as 0")
+    snapshot.events.add(unix_time=1e9, level="warning", sentence="worker bee left: its lease ended")
+    ant = snapshot.workers.add(worker_name="ant", activity="computing")
+    ant.times.compute.FromMilliseconds(500)
+    ant.times.exchange.FromMilliseconds(250)
+    ant.times.update.FromMilliseconds(250)
+    snapshot.workers.add(worker_name="[b]bee", following=True, completed_steps=97)
+    return snapshot
+
+
+def test_curves_bars_tiers_and_events_are_shown_with_the_history():
+    lines = shown(with_history(), wide=True)
+    [curve] = [line for line in lines if line.lstrip().startswith("loss 4 ")]
+    assert curve.endswith(" 2.02  (steps 0 to 99)")
+    assert curve.index("\u2588") < curve.index("\u2585") < curve.index("\u2581")
+    assert any("about 00:03:20 left" in line for line in lines)
+    [ant] = [line for line in lines if line.startswith(" ant ")]
+    assert "cccccccc" in ant
+    assert "ssss" in ant
+    assert "aaaa" in ant
+    assert "device: 1 of 2 workers has the run's parameters" in lines
+    assert "objects: the newest stored state is that behind step 90" in lines
+    assert lines[-1].endswith("worker bee left: its lease ended")
+
+
+def test_names_are_text_and_not_markup():
+    lines = shown(with_history(), wide=True)
+    assert any("[b]bee" in line for line in lines)
+    assert any("following" in line for line in lines)
+
+
+def test_a_plain_terminal_gets_plain_curves():
+    console = Console(width=140, color_system=None)
+    with console.capture() as capture:
+        console.print(render("toy", with_history(), plain=True))
+    curve = next(line for line in capture.get().splitlines() if line.lstrip().startswith("loss 4 "))
+    assert curve.isascii()
+    assert "@" in curve

@@ -27,6 +27,8 @@ class StepMoments:
     updating: float
     """Commit and all means were there; the update began."""
     updated: float
+    traceparent: str = ""
+    """Trace context of the attempt; empty where nobody traces."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

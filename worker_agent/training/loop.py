@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ayni import failpoints
 from ayni.errors import LeaseRevoked, StepVoided
+from ayni.logs import set_fields
 from ayni.run_config import RunConfig
 from worker_agent.session import Commit, Report, Session, ShardAssignment, StepTimes, Woken
 from worker_agent.training.catching_up import CatchingUp
@@ -165,6 +166,7 @@ class Trainer:
         self._began = time.perf_counter()
         self._gradients.new_vector = session.new_vector
         while (lease := self._receive(session)) is not None:
+            set_fields(rank=lease.rank, epoch=lease.epoch, step=lease.step)
             failpoints.hit("worker.lease.taken")
             if self._checkpoints:
                 self._checkpoints.check()

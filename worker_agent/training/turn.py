@@ -80,7 +80,11 @@ class Turn:
         """Returns the moments of a step that this turn led to, and whose commit and update were then."""
         counted = (self.primary, *self.extras)
         return StepMoments(
-            leases=tuple(shard.moments() for shard in counted), committed=committed, updating=updating, updated=updated
+            leases=tuple(shard.moments() for shard in counted),
+            committed=committed,
+            updating=updating,
+            updated=updated,
+            traceparent=self.lease.traceparent,
         )
 
     def _take_on(self, lease: ShardAssignment) -> Shard:

@@ -559,6 +559,7 @@ class Assignment(_message.Message):
     DISCARD_STATE_FIELD_NUMBER: _builtins.int
     WIRE_TYPE_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Membership under which the lease holds."""
     step: _builtins.int
@@ -607,6 +608,10 @@ class Assignment(_message.Message):
     """
     wire_type: _tensor_pb2.DType.ValueType
     """Element type of the contributions to this step, the same for all workers. DTYPE_UNSPECIFIED is that of JoinResponse."""
+    traceparent: _builtins.str
+    """Trace context of the attempt in W3C form, "00-TRACE_ID-SPAN_ID-FLAGS", so that the spans of all workers lie under the
+    coordinator's; empty where the coordinator does not trace.
+    """
     @_builtins.property
     def group(self) -> Global___ExchangeGroup:
         """Who reduces this attempt's gradients. Absent with topology "star": then the coordinator does."""
@@ -634,10 +639,11 @@ class Assignment(_message.Message):
         discard_state: _builtins.bool = ...,
         wire_type: _tensor_pb2.DType.ValueType = ...,
         group: Global___ExchangeGroup | None = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["group", b"group"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "discard_state", b"discard_state", "epoch", b"epoch", "extra", b"extra", "group", b"group", "kind", b"kind", "lease_id", b"lease_id", "microbatch_start", b"microbatch_start", "microbatch_stop", b"microbatch_stop", "num_microbatches", b"num_microbatches", "num_samples", b"num_samples", "position", b"position", "publish_state", b"publish_state", "rank", b"rank", "shard_start", b"shard_start", "shard_stop", b"shard_stop", "step", b"step", "update", b"update", "wire_type", b"wire_type", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "discard_state", b"discard_state", "epoch", b"epoch", "extra", b"extra", "group", b"group", "kind", b"kind", "lease_id", b"lease_id", "microbatch_start", b"microbatch_start", "microbatch_stop", b"microbatch_stop", "num_microbatches", b"num_microbatches", "num_samples", b"num_samples", "position", b"position", "publish_state", b"publish_state", "rank", b"rank", "shard_start", b"shard_start", "shard_stop", b"shard_stop", "step", b"step", "traceparent", b"traceparent", "update", b"update", "wire_type", b"wire_type", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1021,6 +1027,7 @@ class Shutdown(_message.Message):
     FINISHED_FIELD_NUMBER: _builtins.int
     COMMITTED_STEPS_FIELD_NUMBER: _builtins.int
     CHECKPOINT_WRITER_FIELD_NUMBER: _builtins.int
+    DRAINED_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     """Sentence for people."""
     finished: _builtins.bool
@@ -1029,6 +1036,8 @@ class Shutdown(_message.Message):
     """Steps that were committed."""
     checkpoint_writer: _builtins.str
     """Name of the worker that writes the run's last checkpoint; see CommitStepResponse."""
+    drained: _builtins.bool
+    """True when the operator let this worker go and the run goes on without it."""
     def __init__(
         self,
         *,
@@ -1036,10 +1045,11 @@ class Shutdown(_message.Message):
         finished: _builtins.bool = ...,
         committed_steps: _builtins.int = ...,
         checkpoint_writer: _builtins.str = ...,
+        drained: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_writer", b"checkpoint_writer", "committed_steps", b"committed_steps", "finished", b"finished", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_writer", b"checkpoint_writer", "committed_steps", b"committed_steps", "drained", b"drained", "finished", b"finished", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2167,16 +2177,20 @@ class GetRunRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RUN_ID_FIELD_NUMBER: _builtins.int
+    WITH_HISTORY_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run that is meant; empty means whichever run the coordinator has."""
+    with_history: _builtins.bool
+    """True to get RunSnapshot.points and RunSnapshot.events as well."""
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
+        with_history: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id", "with_history", b"with_history"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2261,6 +2275,9 @@ class WatchRunRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MIN_INTERVAL_FIELD_NUMBER: _builtins.int
+    WITH_HISTORY_FIELD_NUMBER: _builtins.int
+    with_history: _builtins.bool
+    """True to get RunSnapshot.points and RunSnapshot.events with each snapshot as well."""
     @_builtins.property
     def min_interval(self) -> _duration_pb2.Duration:
         """Shortest time between two snapshots; absent means 0.2 s."""
@@ -2269,10 +2286,11 @@ class WatchRunRequest(_message.Message):
         self,
         *,
         min_interval: _duration_pb2.Duration | None = ...,
+        with_history: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["min_interval", b"min_interval"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["min_interval", b"min_interval"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["min_interval", b"min_interval", "with_history", b"with_history"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2334,6 +2352,15 @@ class RunSnapshot(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     REGROUPS_FIELD_NUMBER: _builtins.int
     WIRE_TYPE_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    STEP_ELAPSED_FIELD_NUMBER: _builtins.int
+    STEP_TOOK_FIELD_NUMBER: _builtins.int
+    VOIDED_ATTEMPTS_FIELD_NUMBER: _builtins.int
+    STORING_STEPS_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_REFUSAL_FIELD_NUMBER: _builtins.int
+    POINTS_FIELD_NUMBER: _builtins.int
+    EVENTS_FIELD_NUMBER: _builtins.int
+    UNIX_TIME_FIELD_NUMBER: _builtins.int
     state: Global___RunState.ValueType
     """State of the run."""
     epoch: _builtins.int
@@ -2380,6 +2407,16 @@ class RunSnapshot(_message.Message):
     """Exchange groups that were formed in the middle of a step, since the coordinator was started."""
     wire_type: _tensor_pb2.DType.ValueType
     """Element type of contributions on the wire."""
+    step: _builtins.int
+    """Step in progress, or the last one. An evaluation carries the number of steps committed before it."""
+    voided_attempts: _builtins.int
+    """Attempts that were given up, since the coordinator was started."""
+    storing_steps: _builtins.int
+    """Steps behind the train state that is being stored as objects; 0 for none."""
+    checkpoint_refusal: _builtins.str
+    """Why the coordinator can't have the train state stored at an operator's wish; empty where it can."""
+    unix_time: _builtins.float
+    """The clock of the coordinator's host, in seconds since 1970."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerSnapshot]:
         """Members, by worker_id."""
@@ -2391,6 +2428,22 @@ class RunSnapshot(_message.Message):
     @_builtins.property
     def elapsed(self) -> _duration_pb2.Duration:
         """Time since the run was started on this coordinator."""
+
+    @_builtins.property
+    def step_elapsed(self) -> _duration_pb2.Duration:
+        """Time since its attempt was opened. Absent while none is open."""
+
+    @_builtins.property
+    def step_took(self) -> _duration_pb2.Duration:
+        """How long the last committed step took, from its last attempt's opening."""
+
+    @_builtins.property
+    def points(self) -> _containers.RepeatedCompositeFieldContainer[Global___CurvePoint]:
+        """Curves of the run, oldest first: at most 400 points, the older the further apart. Only with with_history."""
+
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___RunEvent]:
+        """What happened, in sentences, oldest first: the last 100. Only with with_history."""
 
     def __init__(
         self,
@@ -2421,10 +2474,19 @@ class RunSnapshot(_message.Message):
         generation: _builtins.int = ...,
         regroups: _builtins.int = ...,
         wire_type: _tensor_pb2.DType.ValueType = ...,
+        step: _builtins.int = ...,
+        step_elapsed: _duration_pb2.Duration | None = ...,
+        step_took: _duration_pb2.Duration | None = ...,
+        voided_attempts: _builtins.int = ...,
+        storing_steps: _builtins.int = ...,
+        checkpoint_refusal: _builtins.str = ...,
+        points: _abc.Iterable[Global___CurvePoint] | None = ...,
+        events: _abc.Iterable[Global___RunEvent] | None = ...,
+        unix_time: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_evaluation_accuracy", b"_evaluation_accuracy", "_evaluation_loss", b"_evaluation_loss", "_loss", b"_loss", "elapsed", b"elapsed", "evaluation_accuracy", b"evaluation_accuracy", "evaluation_loss", b"evaluation_loss", "loss", b"loss", "waiting", b"waiting"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_evaluation_accuracy", b"_evaluation_accuracy", "_evaluation_loss", b"_evaluation_loss", "_loss", b"_loss", "elapsed", b"elapsed", "evaluation_accuracy", b"evaluation_accuracy", "evaluation_loss", b"evaluation_loss", "loss", b"loss", "step_elapsed", b"step_elapsed", "step_took", b"step_took", "waiting", b"waiting"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_evaluation_accuracy", b"_evaluation_accuracy", "_evaluation_loss", b"_evaluation_loss", "_loss", b"_loss", "attempt", b"attempt", "committed_steps", b"committed_steps", "divergences", b"divergences", "elapsed", b"elapsed", "epoch", b"epoch", "evaluation_accuracy", b"evaluation_accuracy", "evaluation_loss", b"evaluation_loss", "extra_leases", b"extra_leases", "generation", b"generation", "kind", b"kind", "loss", b"loss", "norm_alarms", b"norm_alarms", "num_steps", b"num_steps", "received_bytes", b"received_bytes", "reducer_bytes", b"reducer_bytes", "reducer_peak_bytes", b"reducer_peak_bytes", "regroups", b"regroups", "samples_per_second", b"samples_per_second", "sent_bytes", b"sent_bytes", "skipped_microbatches", b"skipped_microbatches", "state", b"state", "stored_steps", b"stored_steps", "topology", b"topology", "waiting", b"waiting", "wire_type", b"wire_type", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_evaluation_accuracy", b"_evaluation_accuracy", "_evaluation_loss", b"_evaluation_loss", "_loss", b"_loss", "attempt", b"attempt", "checkpoint_refusal", b"checkpoint_refusal", "committed_steps", b"committed_steps", "divergences", b"divergences", "elapsed", b"elapsed", "epoch", b"epoch", "evaluation_accuracy", b"evaluation_accuracy", "evaluation_loss", b"evaluation_loss", "events", b"events", "extra_leases", b"extra_leases", "generation", b"generation", "kind", b"kind", "loss", b"loss", "norm_alarms", b"norm_alarms", "num_steps", b"num_steps", "points", b"points", "received_bytes", b"received_bytes", "reducer_bytes", b"reducer_bytes", "reducer_peak_bytes", b"reducer_peak_bytes", "regroups", b"regroups", "samples_per_second", b"samples_per_second", "sent_bytes", b"sent_bytes", "skipped_microbatches", b"skipped_microbatches", "state", b"state", "step", b"step", "step_elapsed", b"step_elapsed", "step_took", b"step_took", "stored_steps", b"stored_steps", "storing_steps", b"storing_steps", "topology", b"topology", "unix_time", b"unix_time", "voided_attempts", b"voided_attempts", "waiting", b"waiting", "wire_type", b"wire_type", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__evaluation_accuracy: _TypeAlias = _typing.Literal["evaluation_accuracy"]  # noqa: Y015
     _WhichOneofArgType__evaluation_accuracy: _TypeAlias = _typing.Literal["_evaluation_accuracy", b"_evaluation_accuracy"]  # noqa: Y015
@@ -2466,6 +2528,12 @@ class WorkerSnapshot(_message.Message):
     MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     SHARES_MEMORY_FIELD_NUMBER: _builtins.int
     OWNS_SLICES_FIELD_NUMBER: _builtins.int
+    COMPLETED_STEPS_FIELD_NUMBER: _builtins.int
+    PUBLISHED_STEPS_FIELD_NUMBER: _builtins.int
+    ATTACHED_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
+    SO_FAR_FIELD_NUMBER: _builtins.int
+    WAITING_FOR_FIELD_NUMBER: _builtins.int
     CPU_FALLBACKS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.int
     """Number of the worker. Zero is a valid id."""
@@ -2499,6 +2567,16 @@ class WorkerSnapshot(_message.Message):
     """True when its gradients go through memory that it shares with the coordinator, so that frames only say where."""
     owns_slices: _builtins.bool
     """True when it reduces slices of gradients for the others."""
+    completed_steps: _builtins.int
+    """Updates that its parameters have had, as far as it has said."""
+    published_steps: _builtins.int
+    """Steps behind the train state that its host tier holds; 0 for none."""
+    attached: _builtins.bool
+    """True when nobody can dial it, so that calls to it go over a stream that it opens."""
+    draining: _builtins.bool
+    """True when it leaves after the step in progress, at the operator's wish."""
+    waiting_for: _builtins.str
+    """What a worker waits for whose parameters lag behind; empty for nothing."""
     cpu_fallbacks: _builtins.int
     """Operations so far that its accelerator has given back to its CPU because it does not have them."""
     @_builtins.property
@@ -2512,6 +2590,12 @@ class WorkerSnapshot(_message.Message):
     @_builtins.property
     def times(self) -> Global___StepTimes:
         """Times of its last committed step."""
+
+    @_builtins.property
+    def so_far(self) -> Global___StepTimes:
+        """What it has done of the step in progress, by the coordinator's clock: `compute` until its first gradient came,
+        `exchange` until it said that it is done, `commit_wait` since then.
+        """
 
     def __init__(
         self,
@@ -2535,11 +2619,17 @@ class WorkerSnapshot(_message.Message):
         memory_bytes: _builtins.int = ...,
         shares_memory: _builtins.bool = ...,
         owns_slices: _builtins.bool = ...,
+        completed_steps: _builtins.int = ...,
+        published_steps: _builtins.int = ...,
+        attached: _builtins.bool = ...,
+        draining: _builtins.bool = ...,
+        so_far: Global___StepTimes | None = ...,
+        waiting_for: _builtins.str = ...,
         cpu_fallbacks: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["last_seen", b"last_seen", "times", b"times"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["last_seen", b"last_seen", "so_far", b"so_far", "times", b"times"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "backend", b"backend", "committed", b"committed", "cpu_fallbacks", b"cpu_fallbacks", "device_names", b"device_names", "following", b"following", "last_seen", b"last_seen", "memory_bytes", b"memory_bytes", "owns_slices", b"owns_slices", "peer", b"peer", "received_bytes", b"received_bytes", "samples_per_second", b"samples_per_second", "sent_bytes", b"sent_bytes", "share", b"share", "share_reason", b"share_reason", "shares_memory", b"shares_memory", "strikes", b"strikes", "times", b"times", "worker_id", b"worker_id", "worker_name", b"worker_name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "attached", b"attached", "backend", b"backend", "committed", b"committed", "completed_steps", b"completed_steps", "cpu_fallbacks", b"cpu_fallbacks", "device_names", b"device_names", "draining", b"draining", "following", b"following", "last_seen", b"last_seen", "memory_bytes", b"memory_bytes", "owns_slices", b"owns_slices", "peer", b"peer", "published_steps", b"published_steps", "received_bytes", b"received_bytes", "samples_per_second", b"samples_per_second", "sent_bytes", b"sent_bytes", "share", b"share", "share_reason", b"share_reason", "shares_memory", b"shares_memory", "so_far", b"so_far", "strikes", b"strikes", "times", b"times", "waiting_for", b"waiting_for", "worker_id", b"worker_id", "worker_name", b"worker_name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2734,3 +2824,90 @@ class AttachCancel(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AttachCancel: _TypeAlias = AttachCancel  # noqa: Y015
+
+@_typing.final
+class CurvePoint(_message.Message):
+    """One committed step, as curves show it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    UNIX_TIME_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    LOSS_FIELD_NUMBER: _builtins.int
+    SAMPLES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    ACCURACY_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    """Training: the step. Evaluation: steps behind it."""
+    unix_time: _builtins.float
+    """When it was committed, in seconds since 1970."""
+    kind: Global___StepKind.ValueType
+    """Whether it trained or evaluated."""
+    loss: _builtins.float
+    """Mean loss. Absent where no sample had weight."""
+    samples_per_second: _builtins.float
+    """Samples per second. Absent where an earlier process of the coordinator made the step."""
+    accuracy: _builtins.float
+    """Accuracy, 0 to 1. Absent without predictions."""
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        unix_time: _builtins.float = ...,
+        kind: Global___StepKind.ValueType = ...,
+        loss: _builtins.float | None = ...,
+        samples_per_second: _builtins.float | None = ...,
+        accuracy: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_accuracy", b"_accuracy", "_loss", b"_loss", "_samples_per_second", b"_samples_per_second", "accuracy", b"accuracy", "loss", b"loss", "samples_per_second", b"samples_per_second"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_accuracy", b"_accuracy", "_loss", b"_loss", "_samples_per_second", b"_samples_per_second", "accuracy", b"accuracy", "kind", b"kind", "loss", b"loss", "samples_per_second", b"samples_per_second", "step", b"step", "unix_time", b"unix_time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__accuracy: _TypeAlias = _typing.Literal["accuracy"]  # noqa: Y015
+    _WhichOneofArgType__accuracy: _TypeAlias = _typing.Literal["_accuracy", b"_accuracy"]  # noqa: Y015
+    _WhichOneofReturnType__loss: _TypeAlias = _typing.Literal["loss"]  # noqa: Y015
+    _WhichOneofArgType__loss: _TypeAlias = _typing.Literal["_loss", b"_loss"]  # noqa: Y015
+    _WhichOneofReturnType__samples_per_second: _TypeAlias = _typing.Literal["samples_per_second"]  # noqa: Y015
+    _WhichOneofArgType__samples_per_second: _TypeAlias = _typing.Literal["_samples_per_second", b"_samples_per_second"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__accuracy) -> _WhichOneofReturnType__accuracy | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__loss) -> _WhichOneofReturnType__loss | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__samples_per_second) -> _WhichOneofReturnType__samples_per_second | None: ...
+
+Global___CurvePoint: _TypeAlias = CurvePoint  # noqa: Y015
+
+@_typing.final
+class RunEvent(_message.Message):
+    """Something that happened to the run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UNIX_TIME_FIELD_NUMBER: _builtins.int
+    LEVEL_FIELD_NUMBER: _builtins.int
+    SENTENCE_FIELD_NUMBER: _builtins.int
+    COMMITTED_STEPS_FIELD_NUMBER: _builtins.int
+    unix_time: _builtins.float
+    """When, in seconds since 1970."""
+    level: _builtins.str
+    """"info", "warning" or "error"."""
+    sentence: _builtins.str
+    """Sentence for people."""
+    committed_steps: _builtins.int
+    """Steps that were committed then."""
+    def __init__(
+        self,
+        *,
+        unix_time: _builtins.float = ...,
+        level: _builtins.str = ...,
+        sentence: _builtins.str = ...,
+        committed_steps: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_steps", b"committed_steps", "level", b"level", "sentence", b"sentence", "unix_time", b"unix_time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunEvent: _TypeAlias = RunEvent  # noqa: Y015

@@ -1,0 +1,1 @@
+"""What people and programs see of a run: one view, shown as a page, as metrics and in a terminal."""
