@@ -23,12 +23,13 @@ from ayni.settings import SettingsError
 from ayni.step_values import Origin
 from ayni.tensors import TensorSpec
 from worker_agent import bridge, contributions, messages
+from worker_agent.assignment_frames import Shutdown
 from worker_agent.client_config import ClientConfig
 from worker_agent.contributions import Offer
 from worker_agent.coordinator import Coordinator
 from worker_agent.exchange import Contribution, Traffic
 from worker_agent.faults import Interrupted
-from worker_agent.messages import FailedOffer, JoinFacts, Shutdown
+from worker_agent.messages import FailedOffer, JoinFacts
 from worker_agent.presence import OnMember, OnOffer, Presence
 from worker_agent.rejoining import Patience, Rejoining
 from worker_agent.same_host import SharedVectors

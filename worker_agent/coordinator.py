@@ -21,10 +21,11 @@ from ayni.step_values import Origin
 from ayni.v1 import coordinator_pb2 as pb
 from ayni.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from worker_agent import messages
+from worker_agent.assignment_frames import Frame, assignment_frame
 from worker_agent.exchange import Call
 from worker_agent.faults import TransportBroken
 from worker_agent.lanes import Lane, Lanes
-from worker_agent.messages import Frame, JoinFacts, Membership, Run, SignOfLife
+from worker_agent.messages import JoinFacts, Membership, Run, SignOfLife
 from worker_agent.session import Commit, Report, ShardAssignment
 
 _METHODS = {"flat": "Gradient", "block": "BlockGradient", "non_block": "NonBlockGradient"}
@@ -98,12 +99,12 @@ class Coordinator:
             lane = self._lanes.open(pb.LANE_METHOD_SHARD_ASSIGNMENT)
             async with aclosing(_assignments_on_lane(lane, request)) as frames:
                 async for frame in frames:
-                    yield messages.assignment_frame(frame)
+                    yield assignment_frame(frame)
             return
         call = self._stub.ShardAssignment(request)
         with translated("ShardAssignment", self.address):
             async for frame in call:
-                yield messages.assignment_frame(frame)
+                yield assignment_frame(frame)
 
     def reduction(self, bucket: Bucket, part_bytes: int) -> Call:
         """Opens the call of one contribution to one reduction, whose parts are so many bytes in frames."""

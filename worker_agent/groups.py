@@ -27,12 +27,13 @@ from ayni.errors import (
     WeightMismatch,
 )
 from ayni.step_values import ExchangeGroup
+from worker_agent.assignment_frames import Regroup
 from worker_agent.backoff import delays
 from worker_agent.changes import Change
 from worker_agent.contributions import Offer
 from worker_agent.exchange import Contribution, Outcome
 from worker_agent.group_exchange import Brought, GroupExchange
-from worker_agent.messages import Membership, Regroup
+from worker_agent.messages import Membership
 from worker_agent.news import voided
 from worker_agent.repeating import Repeating
 from worker_agent.session import Commit, Report, ShardAssignment

@@ -28,13 +28,14 @@ from ayni.errors import (
     UnknownWorker,
 )
 from ayni.logs import ChangeLogger
+from worker_agent.assignment_frames import Frame, Regroup, Revoked, Shutdown, StateOffer, Waiting
 from worker_agent.attempt import Attempt, Held
 from worker_agent.coordinator import Coordinator
 from worker_agent.exchange import Contribution, Outcome
 from worker_agent.faults import TransportBroken
 from worker_agent.groups import Groups
 from worker_agent.heart import Heart
-from worker_agent.messages import Frame, Membership, Regroup, Revoked, Shutdown, StateOffer, Waiting
+from worker_agent.messages import Membership
 from worker_agent.news import News, voided
 from worker_agent.repeating import Repeating
 from worker_agent.same_host import SameHost

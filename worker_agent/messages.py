@@ -4,16 +4,12 @@ The rest of the worker knows the values only.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 
-from ayni.blocks.metadata import WorkerMetadata
-from ayni.blocks.metadata_messages import metadata_of
-from ayni.errors import AyniError
 from ayni.messages import (
     dtype_enum,
     dtype_name,
-    group_of,
     origin_message,
     shared_memory_message,
     shared_memory_of,
@@ -21,15 +17,14 @@ from ayni.messages import (
     times_message,
 )
 from ayni.shm.host import SharedMemoryOffer
-from ayni.step_values import ExchangeGroup, Origin
+from ayni.step_values import Origin
 from ayni.tensors import TensorSpec, scale_block_elements
 from ayni.v1 import coordinator_pb2 as pb
 from ayni.v1 import tensor_pb2
 from worker_agent.artifact_names import Artifact
+from worker_agent.assignment_frames import KINDS
 from worker_agent.contributions import Offer
 from worker_agent.session import Commit, MicrobatchStats, Report, ShardAssignment
-
-_KINDS = {pb.STEP_KIND_TRAIN: "train", pb.STEP_KIND_EVALUATE: "evaluate"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,67 +126,6 @@ class Membership:
     """How gradients are reduced; "auto" where that may change from step to step."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Regroup:
-    """Others reduce the gradients of an attempt among themselves from now on."""
-
-    step: int
-    attempt: int
-    group: ExchangeGroup
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Waiting:
-    """There is nothing to do yet."""
-
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Revoked:
-    """A lease is taken back."""
-
-    lease_id: int
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StateOffer:
-    """Where the train state that this worker lacks can be had."""
-
-    offer_id: int
-    completed_steps: int
-    """Steps behind the state."""
-    worker_id: int = 0
-    """Who has it, when `metadata` is given."""
-    worker_name: str = ""
-    metadata: WorkerMetadata | None = None
-    """What the worker that has it exported; None: it is stored as objects."""
-    relayed: bool = False
-    """Whether the worker's blocks are read from the coordinator's address, because nobody can dial it."""
-    run_id: str = ""
-    """Run that stored it, when it is stored as objects."""
-    problem: str = ""
-    """Why the offer makes no sense; empty: it does."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Shutdown:
-    """The run is over."""
-
-    reason: str
-    finished: bool
-    checkpoint_writer: str = ""
-    """Name of the worker that writes the last checkpoint."""
-    drained: bool = False
-    """Whether the run goes on, without this worker: its operator wished so."""
-
-
-Frame = ShardAssignment | Waiting | Shutdown | Revoked | StateOffer | Regroup
-"""What the assignment stream says."""
-
-
 def run(message: pb.GetRunResponse) -> Run:
     """Converts an answer to GetRun."""
     artifacts = (Artifact(name=a.name, sha256=a.sha256, size_bytes=a.size_bytes) for a in message.artifacts)
@@ -248,64 +182,6 @@ def membership(message: pb.JoinResponse) -> Membership:
     )
 
 
-def assignment_frame(message: pb.ShardAssignmentResponse) -> Frame:
-    """Converts one frame of the assignment stream."""
-    if message.HasField("assignment"):
-        return _assignment(message.assignment)
-    if message.HasField("revoked"):
-        return Revoked(lease_id=message.revoked.lease_id, reason=message.revoked.reason)
-    if message.HasField("offer"):
-        return _offer(message.offer)
-    if message.HasField("regroup"):
-        return _regroup(message.regroup)
-    if message.HasField("shutdown"):
-        said, writer = message.shutdown, message.shutdown.checkpoint_writer
-        return Shutdown(reason=said.reason, finished=said.finished, checkpoint_writer=writer, drained=said.drained)
-    return Waiting(reason=message.waiting.reason)
-
-
-def _regroup(message: pb.Regroup) -> Regroup:
-    return Regroup(step=message.step, attempt=message.attempt, group=group_of(message.group), reason=message.reason)
-
-
-def _offer(message: pb.StateOffer) -> StateOffer:
-    offer = StateOffer(offer_id=message.offer_id, completed_steps=message.completed_steps)
-    if not message.HasField("peer"):
-        return replace(offer, run_id=message.stored.run_id)
-    peer = message.peer
-    offer = replace(offer, worker_id=peer.worker_id, worker_name=peer.worker_name, relayed=peer.relayed)
-    try:
-        return replace(offer, metadata=metadata_of(peer.metadata))
-    except AyniError as error:
-        return replace(offer, problem=f"what is said about worker {peer.worker_name} makes no sense: {error}")
-
-
-def _assignment(message: pb.Assignment) -> ShardAssignment:
-    return ShardAssignment(
-        step=message.step,
-        attempt=message.attempt,
-        epoch=message.epoch,
-        kind=_KINDS.get(message.kind, f"unknown kind {message.kind}"),
-        lease_id=message.lease_id,
-        microbatch_start=message.microbatch_start,
-        microbatch_stop=message.microbatch_stop,
-        num_microbatches=message.num_microbatches,
-        position=message.position,
-        num_samples=message.num_samples,
-        shard_start=message.shard_start,
-        shard_end=message.shard_stop,
-        rank=message.rank,
-        world_size=message.world_size,
-        update=message.update,
-        extra=message.extra,
-        publish_state=message.publish_state,
-        discard_state=message.discard_state,
-        group=group_of(message.group) if message.HasField("group") else None,
-        wire_type=dtype_name(message.wire_type) if message.wire_type else "",
-        traceparent=message.traceparent[:128],
-    )
-
-
 def begin_frame(worker_id: int, offer: Offer, spec: TensorSpec) -> bytes:
     """Returns the encoded first frame of a contribution."""
     bucket, assignment = offer.bucket, offer.assignment
@@ -336,7 +212,7 @@ def begin_frame(worker_id: int, offer: Offer, spec: TensorSpec) -> bytes:
 
 def commit_request(worker_id: int, assignment: ShardAssignment, report: Report) -> pb.CommitStepRequest:
     """Builds a CommitStepRequest."""
-    kinds: Mapping[str, pb.StepKind.ValueType] = {name: value for value, name in _KINDS.items()}
+    kinds: Mapping[str, pb.StepKind.ValueType] = {name: value for value, name in KINDS.items()}
     return pb.CommitStepRequest(
         worker_id=worker_id,
         epoch=assignment.epoch,

@@ -7,8 +7,8 @@ leases of its attempt. The first ending (shutdown or error) stays. Belongs to th
 from collections import deque
 
 from ayni.errors import StepVoided
+from worker_agent.assignment_frames import Shutdown
 from worker_agent.changes import Change
-from worker_agent.messages import Shutdown
 from worker_agent.session import ShardAssignment
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 
-from worker_agent.messages import StateOffer
+from worker_agent.assignment_frames import StateOffer
 from worker_agent.onboarding import Onboarding
 from worker_agent.state_blocks import is_damage
 from worker_agent.train_state import Loaded, steps_of

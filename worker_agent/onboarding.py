@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 from ayni import failpoints
 from ayni.errors import BadRequest, Deadline
+from worker_agent.assignment_frames import StateOffer
 from worker_agent.blocks.engines.grpc_engine import Relay, Relays
 from worker_agent.bridge import Bridge
-from worker_agent.messages import StateOffer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -15,11 +15,12 @@ from datetime import timedelta
 from ayni.buckets import Bucket
 from ayni.errors import Deadline, LeaseRevoked, StepVoided, UnknownWorker
 from ayni.step_values import Origin
+from worker_agent.assignment_frames import Shutdown, StateOffer
 from worker_agent.changes import Change
 from worker_agent.exchange import Contribution, Outcome
 from worker_agent.faults import CoordinatorLost, TransportBroken
 from worker_agent.member import Member
-from worker_agent.messages import FailedOffer, Shutdown, StateOffer
+from worker_agent.messages import FailedOffer
 from worker_agent.news import voided
 from worker_agent.rejoining import Fate, Patience, Rejoining
 from worker_agent.session import Commit, Report, ShardAssignment, Woken

@@ -27,12 +27,13 @@ from ayni.errors import (
     WorldFull,
 )
 from ayni.logs import ChangeLogger
+from worker_agent.assignment_frames import StateOffer
 from worker_agent.backoff import delays
 from worker_agent.contact import first_contact
 from worker_agent.coordinator import Coordinator
 from worker_agent.faults import CoordinatorLost, TransportBroken
 from worker_agent.member import Member
-from worker_agent.messages import NO_FAILURE, JoinFacts, Membership, StateOffer
+from worker_agent.messages import NO_FAILURE, JoinFacts, Membership
 from worker_agent.news import voided
 from worker_agent.session import Commit, Report, ShardAssignment
 from worker_agent.standing import Standing

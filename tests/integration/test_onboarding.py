@@ -39,8 +39,8 @@ from tests.support.state_peers import (
     state_program,
     tensors_of,
 )
+from worker_agent.assignment_frames import StateOffer
 from worker_agent.bridge import shared
-from worker_agent.messages import StateOffer
 from worker_agent.offered_states import Answers, OfferedStates
 from worker_agent.train_state import PLACE, Loaded
 

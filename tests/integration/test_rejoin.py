@@ -53,9 +53,9 @@ from tests.support.elastic_client import (
     tell,
 )
 from worker_agent import bridge
+from worker_agent.assignment_frames import StateOffer
 from worker_agent.client import WorkerClient
 from worker_agent.faults import CoordinatorLost, Interrupted
-from worker_agent.messages import StateOffer
 from worker_agent.session import Commit, ShardAssignment, Woken
 
 SHORT = timedelta(seconds=0.5)

@@ -20,9 +20,9 @@ from ayni.endpoints import ClientTls, ServerTls
 from ayni.run_config import StateConfig
 from coordinator_service.worker_stub import GrpcBlockWorker
 from tests.support.coordinator import ROOT, TOKEN, environment
+from worker_agent.assignment_frames import StateOffer
 from worker_agent.blocks_config import BlocksConfig
 from worker_agent.bridge import Bridge, shared
-from worker_agent.messages import StateOffer
 from worker_agent.onboarding import Onboarding, RelayConfig
 from worker_agent.serving import BlockService, ServiceConfig, block_service
 from worker_agent.train_state import TrainState

@@ -13,11 +13,12 @@ from ayni.buckets import FLAT, Bucket
 from ayni.errors import Incompatible, NonFinite, RoundRestarted, StaleEpoch, StepVoided
 from ayni.step_values import ExchangeGroup, GroupMember, MicrobatchStats, Report, SliceDigest
 from ayni.tensors import TensorSpec
+from worker_agent.assignment_frames import Regroup
 from worker_agent.contributions import Offer
 from worker_agent.exchange import Contribution, Outcome
 from worker_agent.group_exchange import Brought
 from worker_agent.groups import Groups
-from worker_agent.messages import Membership, Regroup
+from worker_agent.messages import Membership
 from worker_agent.session import Commit, ShardAssignment
 from worker_agent.slice_offers import Moment, Terms
 from worker_agent.standing import Standing

@@ -14,7 +14,8 @@ from ayni.tensors import TensorSpec
 from ayni.v1 import coordinator_pb2 as pb
 from ayni.v1 import peer_pb2
 from worker_agent import messages
-from worker_agent.messages import JoinFacts, Regroup, SignOfLife
+from worker_agent.assignment_frames import Regroup, assignment_frame
+from worker_agent.messages import JoinFacts, SignOfLife
 from worker_agent.peer_messages import begin_frame, slice_offer_of
 from worker_agent.session import ShardAssignment
 from worker_agent.slice_offers import Moment, SliceOffer
@@ -99,24 +100,22 @@ def test_a_first_frame_that_makes_no_sense_is_refused(damage, refusal):
 
 def test_an_assignment_and_a_regroup_carry_the_group():
     message = pb.ShardAssignmentResponse(assignment=pb.Assignment(step=3, kind=pb.STEP_KIND_TRAIN))
-    assignment = messages.assignment_frame(message)
+    assignment = assignment_frame(message)
     assert isinstance(assignment, ShardAssignment)
     assert assignment.group is None
     message.assignment.group.CopyFrom(group_message(GROUP))
-    assignment = messages.assignment_frame(message)
+    assignment = assignment_frame(message)
     assert isinstance(assignment, ShardAssignment)
     assert assignment.group == GROUP
     again = pb.Regroup(step=3, attempt=1, group=group_message(GROUP), reason="bee died")
     expected = Regroup(step=3, attempt=1, group=GROUP, reason="bee died")
-    assert messages.assignment_frame(pb.ShardAssignmentResponse(regroup=again)) == expected
+    assert assignment_frame(pb.ShardAssignmentResponse(regroup=again)) == expected
 
 
 def test_a_commit_says_what_was_taken_down_under_which_generation():
     taken = SliceDigest(bucket=FLAT, first_element=65_536, num_elements=5, digests=b"d" * 16, squares=(2.0, 1e-20))
     report = Report(num_buckets=1, microbatches=(), generation=9, slices=(taken,))
-    assignment = messages.assignment_frame(
-        pb.ShardAssignmentResponse(assignment=pb.Assignment(kind=pb.STEP_KIND_TRAIN))
-    )
+    assignment = assignment_frame(pb.ShardAssignmentResponse(assignment=pb.Assignment(kind=pb.STEP_KIND_TRAIN)))
     assert isinstance(assignment, ShardAssignment)
     request = messages.commit_request(4, assignment, report)
     assert request.generation == 9
