@@ -10,7 +10,7 @@ import pytest
 from hypothesis import settings
 
 HERE = Path(__file__).parent
-TIMEOUTS = {"unit": 20, "integration": 120, "fault": 120, "bench": 600, "wgpu": 240}
+TIMEOUTS = {"unit": 20, "integration": 120, "fault": 120, "bench": 600, "wgpu": 300}
 """Longest time for one test of each ring, in seconds; a test that needs another says so with its own mark."""
 
 SEED = int(os.environ.get("AYNI_TEST_SEED", random.SystemRandom().randrange(2**32)))
