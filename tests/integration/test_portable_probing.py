@@ -42,7 +42,8 @@ def test_whatever_an_engine_does_there_is_a_finding(engine: Path, text: str, ref
 def test_a_driver_that_hangs_is_given_up(engine: Path, monkeypatch: pytest.MonkeyPatch):
     engine.write_text("import threading; threading.Event().wait(50)")
     monkeypatch.setattr(probing, "PROBE_SECONDS", 0.5)
-    assert probe_in_child("torchvulkan", True).refusal == "its probe did not end within 0.5 s: its driver hangs"
+    refusal = probe_in_child("torchvulkan", True).refusal
+    assert refusal == "its probe did not end within 0.5 s: its driver hangs, or this machine is too busy"
 
 
 def test_software_is_named_but_not_tried_where_it_is_not_allowed(engine: Path):

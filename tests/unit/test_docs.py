@@ -169,8 +169,8 @@ def test_every_reason_of_a_refusal_is_explained():
 
 
 def test_every_make_target_is_listed():
-    targets = re.findall(r"^([a-z]+):.*## ", read("Makefile"), re.MULTILINE)
-    listed = re.findall(r"^\| `make ([a-z]+)", section(read("README.md"), "## Make targets"), re.MULTILINE)
+    targets = re.findall(r"^([a-z-]+):.*## ", read("Makefile"), re.MULTILINE)
+    listed = re.findall(r"^\| `make ([a-z-]+)", section(read("README.md"), "## Make targets"), re.MULTILINE)
     assert sorted(listed) == sorted(set(targets) - {"help"})
 
 

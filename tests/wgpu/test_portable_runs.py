@@ -19,7 +19,6 @@ RUN: dict[str, Any] = {
     "seed": 11,
     "audit_every": 1,
     "task": {"name": PRETRAIN.name, "options": {**PRETRAIN.options, "evaluation_windows": 8}},
-    # Many, because the slower worker gets few of them.
     "batch": {"samples": 16, "microbatches": 16, "evaluation_samples": 4},
     "optimizer": {"learning_rate": 3e-3, "warmup_steps": 2},
     # The first step compiles shaders, which is no reason to leave a worker behind.
@@ -44,7 +43,7 @@ def trained(folder: Path, files: Path, workers: dict[str, tuple[str, ...]]) -> t
             for name, flags in workers.items()
         ]
         for one in agents:
-            assert one.end(150) == 0, one.read_log()
+            assert one.end(200) == 0, one.read_log()
         assert server.process.wait(30) == 0
         return agents, server.read_log()
 
@@ -74,7 +73,10 @@ def plain(files: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_gpu_and_a_cpu_worker_train_one_model(tmp_path: Path, files: Path, plain: list[float], engine: str):
-    (gpu, cpu), said = trained(tmp_path / "mixed", files, {"ant": on(engine), "bee": ("--backend", "cpu")})
+    # With a cap each of them gets a quarter of every step at least, however unlike their speeds are.
+    cap = ("--max-microbatches", "12")
+    workers = {"ant": (*on(engine), *cap), "bee": ("--backend", "cpu", *cap)}
+    (gpu, cpu), said = trained(tmp_path / "mixed", files, workers)
     assert parameters(gpu) == parameters(cpu)
     assert losses(gpu) == losses(cpu)
     assert len(losses(gpu)) == NUM_STEPS + 1
@@ -83,8 +85,7 @@ def test_a_gpu_and_a_cpu_worker_train_one_model(tmp_path: Path, files: Path, pla
     assert "optimizer update runs on the host (backends: cpu, wgpu)" in said
     shares = [[line["num_microbatches"] for line in one.metrics() if line["kind"] == "train"] for one in (gpu, cpu)]
     assert [sum(step) for step in zip(*shares, strict=True)] == [16] * NUM_STEPS
-    assert sum(share > 0 for share in shares[0]) > NUM_STEPS // 2, shares
-    assert sum(share > 0 for share in shares[1]) > NUM_STEPS // 2, shares
+    assert min(min(one) for one in shares) >= 4, shares
     # No audit has found a difference.
     assert not re.search("differ|left behind|expelled|no member any more", said)
     assert f"({engine}" in gpu.read_log() or f", {engine})" in gpu.read_log()

@@ -12,8 +12,8 @@ from worker_agent.portable.engines import Finding, engines_to_try, refusal_of
 from worker_agent.portable.opening import absence
 from worker_agent.portable.probe import ALLOW_SOFTWARE
 
-PROBE_SECONDS = 60.0
-"""Longest time for one probe; the first use of a driver may compile shaders."""
+PROBE_SECONDS = 120.0
+"""Longest time for one probe; the first use of a driver compiles shaders, which takes its time on a busy machine."""
 
 Probe = Callable[[str, bool], Finding]
 """Takes an engine, and whether a software device is probed as well."""
@@ -75,7 +75,8 @@ def probe_in_child(engine: str, allow_software: bool) -> Finding:
             command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PROBE_SECONDS
         )
     except subprocess.TimeoutExpired:
-        return Finding(engine=engine, refusal=f"its probe did not end within {PROBE_SECONDS:g} s: its driver hangs")
+        reason = f"its probe did not end within {PROBE_SECONDS:g} s: its driver hangs, or this machine is too busy"
+        return Finding(engine=engine, refusal=reason)
     return _finding(engine, ended)
 
 
