@@ -10,19 +10,15 @@ import pytest
 from hypothesis import settings
 
 HERE = Path(__file__).parent
-<<<<<<< HEAD
 TIMEOUTS = {
     "unit": 20,
     "integration": 120,
     "fault": 120,
     "dashboard": 240,
     "launchers": 300,
-    "wgpu": 240,
+    "wgpu": 300,
     "bench": 600,
 }
-=======
-TIMEOUTS = {"unit": 20, "integration": 120, "fault": 120, "bench": 600, "wgpu": 300}
->>>>>>> wgpu
 """Longest time for one test of each ring, in seconds; a test that needs another says so with its own mark."""
 
 SEED = int(os.environ.get("AYNI_TEST_SEED", random.SystemRandom().randrange(2**32)))
