@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launching import PYTHON, Place, agent_command, finish, place, program, start
-from tests.support.slurm_cluster import NODES, Cluster, slurm_cluster
+from tests.support.launching import PYTHON, Place, agent_command, place, program
+from tests.support.slurm_cluster import NODES, slurm_cluster
 
 
 def batch(where: Place) -> Path:
@@ -18,28 +18,24 @@ def batch(where: Place) -> Path:
     return script
 
 
-def submit(where: Place, cluster: Cluster) -> tuple[list[str], dict[str, str]]:
-    command = [program("sbatch"), "--wait", "--nodes=2", "--ntasks-per-node=1", "--requeue"]
-    command += [f"--output={where.folder}/job.log", str(batch(where))]
-    return command, {"SLURM_CONF": str(cluster.config)}
-
-
 def test_slurm_starts_a_whole_run_and_a_killed_agent_costs_it_nothing(plain: str) -> None:
     with place() as where, slurm_cluster(where) as cluster:
-        command, extra = submit(where, cluster)
-        finish(where, *command, extra=extra)
-        said = (where.folder / "job.log").read_text()
+        log = where.folder / "job.log"
+        arguments = ["--nodes=2", "--ntasks-per-node=1", "--requeue", f"--output={log}", str(batch(where))]
+        assert cluster.wait_for_end(cluster.submit(*arguments)) == "COMPLETED 0:0", log.read_text()
+        said = log.read_text()
         assert where.final_parameters() == plain, said
         for rank in (0, 1):
             assert f"launch.rank {rank} [SLURM_PROCID of Slurm], launch.world_size 2 [SLURM_STEP_NUM_TASKS" in said
         assert f"coordinator {NODES[0]}:{where.port} [SLURM_STEP_NODELIST of Slurm and launch.port]" in said
 
-        with start(where, where.folder / "again.log", *command, **extra, **where.gated(), AYNI_FRESH="true") as process:
-            at_gate = where.wait_at_gate(2)
-            os.kill(next(pid for pid in at_gate if where.name_of(pid, "SLURM_PROCID") == "1"), signal.SIGKILL)
-            where.gate.touch()
-            assert process.wait(180) == 128 + signal.SIGKILL, "srun says that one of its tasks was killed"
-        said = (where.folder / "job.log").read_text()
+        job = cluster.submit(*arguments, **where.gated(), AYNI_FRESH="true")
+        at_gate = where.wait_at_gate(2)
+        os.kill(next(pid for pid in at_gate if where.name_of(pid, "SLURM_PROCID") == "1"), signal.SIGKILL)
+        where.gate.touch()
+        # srun says that one of its tasks was killed.
+        assert cluster.wait_for_end(job) == f"FAILED {128 + signal.SIGKILL}:0", log.read_text()
+        said = log.read_text()
         assert where.final_parameters() == plain, said
         assert "step 39 committed: " in said
 

@@ -45,15 +45,37 @@ class Cluster:
     where: Place
     config: Path
 
-    def ask(self, *command: str) -> str:
+    def ask(self, *command: str, **extra: str) -> str:
         """Runs one of Slurm's commands and returns what it says."""
-        environment = self.where.environment(SLURM_CONF=str(self.config))
+        environment = self.where.environment(SLURM_CONF=str(self.config), **extra)
         name, *arguments = command
         done = subprocess.run(
-            [program(name), *arguments], capture_output=True, text=True, timeout=60, env=environment, check=False
+            [program(name), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env=environment,
+            cwd=self.where.folder,
+            check=False,
         )
         assert done.returncode == 0, f"{name} ended with {done.returncode}: {done.stderr}{self.logs()}"
         return done.stdout
+
+    def submit(self, *arguments: str, **extra: str) -> str:
+        """Submits a batch job and returns its number. (sbatch --wait looks once in half a minute.)"""
+        return self.ask("sbatch", "--parsable", *arguments, **extra).strip()
+
+    def wait_for_end(self, job: str, timeout: float = 180.0) -> str:
+        """Waits for the end of a job; returns its state and exit code, as COMPLETED 0:0."""
+
+        def state() -> str:
+            said = self.ask("scontrol", "show", "job", job)
+            words = dict(word.partition("=")[::2] for word in said.split())
+            return f"{words['JobState']} {words['ExitCode']}"
+
+        is_over = ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT")
+        self.where.wait_for(lambda: state().startswith(is_over), f"the end of job {job}", timeout)
+        return state()
 
     def logs(self) -> str:
         return "".join(f"\n{log.name}:\n{log.read_text()}" for log in sorted(self.where.folder.glob("s*d*.log")))
