@@ -65,6 +65,7 @@ def measure(given: argparse.Namespace) -> list[dict]:
             "--coordinators": ",".join(each.word() for each in served),
             "--run": json.dumps(run),
             "--store": folder / "store",
+            "--text": _text(folder, given.context),
             "--workers": given.workers,
             "--warm-up": WARM_UP,
             "--path": given.path,
@@ -110,6 +111,14 @@ def rows_of(given: argparse.Namespace, results: list[dict]) -> list[dict]:
             f"step of causal_lm, {what}", _step_ms(results, "ours"), "DDP + Gloo", _step_ms(results, "ddp"), "ms"
         ),
     ]
+
+
+def _text(folder: Path, context: int) -> Path:
+    """Writes a text of whole windows: DDP takes the mean of means, which is another one where windows differ in length."""
+    text = (PROGRAM.parents[2] / "LICENSE").read_bytes()
+    path = folder / "train.txt"
+    path.write_bytes(text[: (len(text) - 1) // context * context + 1])
+    return path
 
 
 def _ms_per_kilotoken(results: list[dict], name: str) -> float:

@@ -24,7 +24,6 @@ from worker_agent.training.load import load_task
 from worker_agent.training.loop import Trainer
 from worker_agent.training.task import TRAIN, LossSums, Task
 
-TEXT = Path(__file__).resolve().parents[2] / "LICENSE"
 DEADLINE_S = 300.0
 
 
@@ -46,18 +45,18 @@ def main() -> None:
         ours.append(train_ours(given, config, address))
         dist.barrier()
         ddp.append(train_ddp(given, config))
-    parameters = sum(parameter.numel() for _, parameter in make_task(config).trainable())
+    parameters = sum(parameter.numel() for _, parameter in make_task(given, config).trainable())
     print(json.dumps({"ours": ours, "ddp": ddp, "parameters": parameters}))
     dist.destroy_process_group()
 
 
-def make_task(config: RunConfig) -> Task:
-    return load_task(config.task, {"train.txt": TEXT}, config.seed, "cpu")
+def make_task(given: argparse.Namespace, config: RunConfig) -> Task:
+    return load_task(config.task, {"train.txt": given.text}, config.seed, "cpu")
 
 
 def train_ours(given: argparse.Namespace, config: RunConfig, address: str) -> dict[str, float]:
     """Takes part in one run."""
-    task = make_task(config)
+    task = make_task(given, config)
     trainer = Trainer(task, config)
     client_config = ClientConfig(
         coordinator=address,
@@ -93,7 +92,7 @@ def train_ours(given: argparse.Namespace, config: RunConfig, address: str) -> di
 
 def train_ddp(given: argparse.Namespace, config: RunConfig) -> dict[str, float]:
     """Trains alone with the other workers of the group, as torch's documentation does it."""
-    task: Any = make_task(config)
+    task: Any = make_task(given, config)
     task.model = DistributedDataParallel(task.model)
     optimizer = torch.optim.AdamW(
         task.model.parameters(), lr=config.optimizer.learning_rate, weight_decay=config.optimizer.weight_decay
@@ -142,6 +141,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     for name in ("--coordinators", "--run", "--store", "--path"):
         parser.add_argument(name, required=True)
+    parser.add_argument("--text", required=True, type=Path)
     for name in ("--rank", "--workers", "--warm-up"):
         parser.add_argument(name, required=True, type=int)
     parser.add_argument("--insecure", action="store_true")
