@@ -114,7 +114,7 @@ def rows_of(given: argparse.Namespace, results: list[dict]) -> list[dict]:
 
 
 def _text(folder: Path, context: int) -> Path:
-    """Writes a text of whole windows: DDP takes the mean of means, which is another one where windows differ in length."""
+    """Writes a text of whole windows: DDP takes a mean of means, which is another where windows differ in length."""
     text = (PROGRAM.parents[2] / "LICENSE").read_bytes()
     path = folder / "train.txt"
     path.write_bytes(text[: (len(text) - 1) // context * context + 1])
