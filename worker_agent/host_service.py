@@ -130,7 +130,7 @@ class _Call:
     async def _take(self, contribution: SliceContribution) -> None:
         try:
             while (frame := await self._frame()) is not None:
-                if not contribution.is_held:
+                if not (contribution.is_held or contribution.failed):
                     await self._arrive(contribution, frame)
         except AyniError as error:
             contribution.fail(error)

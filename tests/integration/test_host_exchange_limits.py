@@ -12,6 +12,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ayni.errors import PeerLost
@@ -19,9 +20,11 @@ from ayni.shm.folder import SocketFolder
 from ayni.shm.host import socket_name
 from ayni.shm.memory import _F_SEAL_FUTURE_WRITE
 from ayni.shm.regions import map_region
+from ayni.shm.sources import Source
 from tests.support.near_nodes import SECRET, brought, near_nodes, reduce_all, star, terms
 from worker_agent import host_service
 from worker_agent.host_streams import Kind
+from worker_agent.slice_work import cut
 
 SHARES = [range(2), range(2, 5), range(5, 8)]
 SIZE = 3 * 65536 + 17
@@ -129,5 +132,33 @@ def test_a_folder_whose_name_is_no_text_shares_nothing(tmp_path: Path, monkeypat
     async def scenario() -> None:
         async with near_nodes(1) as made:
             assert made[0].offer is None
+
+    run(scenario())
+
+
+def test_what_comes_of_a_contribution_whose_slice_began_anew_meanwhile_is_passed_over():
+    """Mapping a region takes time, in which others can have a slice start again."""
+
+    async def scenario() -> None:
+        problems = list[Any]()
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: problems.append(context))
+        async with near_nodes(2) as made:
+            for one in made:
+                one.exchange.regroup(terms(made, one.number, 3))
+            late = brought(made[1], range(1, 3), SIZE, 3)
+            work = cut(late, terms(made, 1, 3))[0]
+            contribution, part = made[0].rounds.begin(work.offer), work.contribution.parts[0]
+            assert part is not None
+            contribution.live._start_again("another one was lost")
+            data = part.view(np.uint8)
+            contribution.lend(0, 0, Source(region=None, generation=0, data=data, dtype="float32"))
+            await asyncio.sleep(0)
+            contribution.close()
+            early = brought(made[0], range(1), SIZE, 3)
+            await reduce_all([(made[0], early), (made[1], late)])
+            mean, _, _ = star(SIZE, [range(1), range(1, 3)])
+            assert early.offer.out.tobytes() == late.offer.out.tobytes() == mean
+            gc.collect()
+        assert problems == []
 
     run(scenario())
