@@ -9,6 +9,7 @@ one JSON object; logs are below the output folder.
 
 import argparse
 import json
+import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -37,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         alone = run_workers({"python-worker": "python"}, output / "alone")
         result = compare(printed, alone)
         refuse_workers(languages, output / "refused")
-    except InteropError as error:
+    except (InteropError, OSError) as error:
         print(f"interop: {error}", file=sys.stderr)
         return 1
     times = {"build_s": build_s, "run_s": round(time.monotonic() - running, 1)}
@@ -86,4 +87,6 @@ def _languages(text: str) -> list[str]:
 
 
 if __name__ == "__main__":
+    # As after Ctrl-C: what was started is ended first.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(main())

@@ -118,15 +118,19 @@ class _Call:
 
     async def refuse(self, error: AyniError) -> None:
         """Reads on to the contribution's end, and refuses it; the connection can be used again."""
-        async with asyncio.timeout(_DRAIN_S):
-            while not self._is_whole:
-                await self._frame()
+        try:
+            async with asyncio.timeout(_DRAIN_S):
+                while not self._is_whole:
+                    await self._frame()
+        except TimeoutError:
+            sentence = f"a contribution that was refused did not end within {_DRAIN_S:g} s: {error}"
+            raise Deadline(sentence, waiting_for="end", timeout=_DRAIN_S) from None
         await self._stream.send(Kind.REFUSED, encode_refusal(error))
 
     async def _take(self, contribution: SliceContribution) -> None:
         try:
             while (frame := await self._frame()) is not None:
-                if not contribution.is_held:
+                if not (contribution.is_held or contribution.failed):
                     await self._arrive(contribution, frame)
         except AyniError as error:
             contribution.fail(error)
@@ -164,17 +168,19 @@ async def serving_host(rounds: SliceRounds, regions: PeerRegions) -> AsyncIterat
     try:
         if not can_share():
             raise Unsupported("this system can't share memory", field="gradients", detail="system")
-        folder = SocketFolder(default_folder(os.environ.get("XDG_RUNTIME_DIR", "")).absolute(), make=True)
+        path, name = default_folder(os.environ.get("XDG_RUNTIME_DIR", "")).absolute(), socket_name(secrets.randbits(64))
+        offer = SharedMemoryOffer(host=this_host(), folder=str(path), socket_name=name)
+        offer.check()
+        folder = SocketFolder(path, make=True)
     except AyniError as error:
         _log.info("slices of workers on this host travel over gRPC too: %s", error)
         yield None
         return
     with closing(folder):
         folder.sweep()
-        name = socket_name(secrets.randbits(64))
         server = SocketServer(folder, name, HostServicer(rounds, regions).converse, _MOST_CONNECTIONS)
         try:
-            yield SharedMemoryOffer(host=this_host(), folder=str(folder.path), socket_name=name)
+            yield offer
         finally:
             await server.close()
 

@@ -196,6 +196,10 @@ class ShardedExchange:
         except (Unsupported, TooLarge, PeerLost, BadRequest) as error:
             _log.info("%s: its bytes travel: %s", work.contribution.name, error)
             self._far.add(work.owner.worker_id)
+        except TransportBroken:
+            # Its socket, or its memory, may be what is wrong, and not the owner: the next try takes the other way.
+            self._far.add(work.owner.worker_id)
+            raise
         return await self._call(terms, work)
 
     async def _call(self, terms: Terms, work: SliceWork) -> Outcome:

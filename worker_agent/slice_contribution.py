@@ -75,8 +75,13 @@ class SliceContribution:
             raise
 
     def lend(self, part: int, offset: int, source: Source) -> None:
-        """Has chunks added where they lie, from element `offset` of a part on; see `SlicePump`."""
-        self.live.pump.add(self, part, offset, source)
+        """Has chunks added where they lie, from element `offset` of a part on; see `SlicePump`.
+
+        Nothing happens where the contribution has failed: its slice may have begun anew, or be over and its store
+        another one's.
+        """
+        if not self.failed:
+            self.live.pump.add(self, part, offset, source)
 
     def take_home(self, out_S: Floats) -> None:
         """Has the mean copied to a vector of this very worker, shape [S], as it is made."""

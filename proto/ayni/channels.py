@@ -12,6 +12,7 @@ import grpc
 from ayni import rpc
 from ayni.credentials import channel_credentials
 from ayni.endpoints import ClientTls, Keepalive, check_dialling_in_clear, parse_address
+from ayni.settings import SettingsError
 
 UNREACHED = (
     "is it running, is the address right, do both sides use TLS or neither, and does it ask for a client certificate "
@@ -154,6 +155,8 @@ def _prepare(
     address: str, tls: ClientTls, insecure: bool, keepalive: Keepalive
 ) -> tuple[str, grpc.ChannelCredentials | None, rpc.Options]:
     target = parse_address(address)
+    if not target.port:
+        raise SettingsError(f"nobody can dial {address}: port 0 has a server choose one; give the port that it printed")
     check_dialling_in_clear(target, tls, insecure)
     options = rpc.client_options(keepalive, target.is_loopback)
     if tls.server_name:

@@ -175,6 +175,8 @@ def test_other_addresses_than_loopback_need_tls_or_a_word() -> None:
             with pytest.raises(SettingsError, match=r"dialling 192\.0\.2\.1:50051 without TLS .* --insecure"):
                 open_any("192.0.2.1:50051", TOKEN)
             open_any("192.0.2.1:50051", TOKEN, insecure=True)
+            with pytest.raises(SettingsError, match=r"nobody can dial 127\.0\.0\.1:0: port 0"):
+                open_any("127.0.0.1:0", TOKEN)
 
     run(test())
 

@@ -12,6 +12,7 @@ import socket
 import stat
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 from ayni.errors import PeerLost, Unsupported
@@ -53,31 +54,33 @@ class SocketFolder:
 
     def listen(self, name: str) -> socket.socket:
         """Returns a socket that listens under a name. Nobody sees the name before it listens."""
-        listener = _new_socket()
-        try:
-            listener.bind(self._place(name + _UNFINISHED))
-            listener.listen(_BACKLOG)
-            os.rename(name + _UNFINISHED, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
-        except OSError as error:
-            listener.close()
-            raise _unusable(self.path, error.strerror or str(error)) from error
+        with ExitStack() as stack:
+            try:
+                listener = stack.enter_context(_new_socket())
+                listener.bind(self._place(name + _UNFINISHED))
+                listener.listen(_BACKLOG)
+                os.rename(name + _UNFINISHED, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+            except OSError as error:
+                raise _unusable(self.path, error.strerror or str(error)) from error
+            stack.pop_all()
         return listener
 
     def dial(self, name: str) -> socket.socket:
         """Returns a socket connected to a name; one that nobody listens on is removed.
 
         Raises:
-            PeerLost: nobody listens, or too many wait already.
+            PeerLost: nobody listens, too many wait already, or this process is out of descriptors.
         """
-        dialed = _new_socket()
-        try:
-            dialed.connect(self._place(name))
-        except OSError as error:
-            dialed.close()
-            if isinstance(error, ConnectionRefusedError):
-                self.remove(name)
-            detail = error.strerror or str(error)
-            raise PeerLost(f"nobody answers at {self.path / name}: {detail}", peer=name, detail=detail) from error
+        with ExitStack() as stack:
+            try:
+                dialed = stack.enter_context(_new_socket())
+                dialed.connect(self._place(name))
+            except OSError as error:
+                if isinstance(error, ConnectionRefusedError):
+                    self.remove(name)
+                detail = error.strerror or str(error)
+                raise PeerLost(f"nobody answers at {self.path / name}: {detail}", peer=name, detail=detail) from error
+            stack.pop_all()
         return dialed
 
     def sweep(self) -> None:

@@ -23,6 +23,9 @@ Bytes = npt.NDArray[np.uint8]
 _F_SEAL_FUTURE_WRITE = 0x10
 """Linux 5.1; the standard library does not name it."""
 
+_BLOCK = 512
+"""Bytes of a block in `st_blocks`, on every system. Sealed memory has no new holes."""
+
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -71,11 +74,13 @@ def map_shared(fd: int, size: int, peer: str) -> Bytes:
     """Maps a peer's memory read-only, with all of its pages; shape [size]. The caller closes `fd` when it likes.
 
     Raises:
-        PeerLost: it is smaller, or not sealed, so that reading it could end this process.
+        PeerLost: it is smaller, not sealed, so that reading it could end this process, or not all there, so that
+            reading it would take memory of this process.
     """
     wanted = fcntl.F_SEAL_SHRINK | _F_SEAL_FUTURE_WRITE
     try:
-        has, seals = os.fstat(fd).st_size, fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        found, seals = os.fstat(fd), fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        has = min(found.st_size, found.st_blocks * _BLOCK)
         if has < size or seals & wanted != wanted:
             raise _unusable(peer, f"its memory has {has} bytes of {size}, with seals {seals:#x}")
         mapped = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
