@@ -192,10 +192,10 @@ class FuzzedCoordinator:
 def stable(answer: pb.GetRunResponse) -> pb.GetRunResponse:
     """The answer without what changes by itself."""
     snapshot = answer.snapshot
-    for field in ("elapsed", "unix_time", "samples_per_second", "received_bytes", "reducer_peak_bytes"):
+    for field in ("elapsed", "step_elapsed", "unix_time", "samples_per_second", "received_bytes", "reducer_peak_bytes"):
         _clear(snapshot, field)
     for worker in snapshot.workers:
-        for field in ("last_seen", "received_bytes", "activity"):
+        for field in ("last_seen", "received_bytes", "activity", "so_far"):
             _clear(worker, field)
     return answer
 
