@@ -151,6 +151,12 @@ class Averaging:
                 break
             except StepVoided:
                 continue
+        if lease is None and getattr(self._session, "drained", False):
+            raise RunEnded(
+                "the operator drained this worker: it has no part in the run any more, and the others go on",
+                state="running",
+                detail="drained",
+            )
         if lease is None:
             raise RunEnded(
                 "the run is over, and this program has another step to make: give the run as many steps (num_steps; 0 "
