@@ -273,3 +273,21 @@ async def test_what_is_no_http_does_not_fill_the_log(watched: Watched) -> None:
     for request in ("FOO / HTTP/1.1\r\n\r\n", "POST /checkpoint HTTP/1.1\r\nContent-Length: -5\r\n\r\n"):
         assert " 400 " in await first_line(watched, request)
     assert "Traceback" not in watched.coordinator.read_log()
+
+
+@asynchronous
+@pytest.mark.parametrize("flags", [(), ("--json",)])
+async def test_a_reader_of_status_sees_changes_and_may_go(watched: Watched, flags: tuple[str, ...]) -> None:
+    command = ["-m", "coordinator_service", "status", watched.coordinator.address, "--watch", *flags]
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *command, env=environment(), stdout=pipe, stderr=pipe, limit=1 << 22
+    )
+    assert process.stdout
+    assert process.stderr
+    for _ in range(2):
+        while b"watched" not in await process.stdout.readline():
+            pass
+    process._transport.get_pipe_transport(1).close()  # type: ignore[attr-defined]
+    assert await process.wait() == 0
+    assert await process.stderr.read() == b""
