@@ -439,3 +439,26 @@ def test_an_optimizer_that_accelerate_prepares_averages_once_for_each_of_its_ste
         log = server.read_log()
     assert "step 2 committed" in log
     assert "step 3 committed" not in log
+
+
+FORKING = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from worker_agent.integrations import join
+
+model = torch.nn.Linear(3, 1)
+run = join(model)
+optimizer = run.attach(torch.optim.SGD(model.parameters(), lr=0.01))
+for _ in range(3):
+    for (rows,) in DataLoader(run.shard(TensorDataset(torch.randn(24, 3))), batch_size=4, num_workers=2):
+        optimizer.zero_grad()
+        model(rows).pow(2).sum().backward()
+        optimizer.step()
+run.close()
+print("made", flush=True)
+"""
+
+
+def test_a_program_that_has_joined_may_fork_to_load_its_data(tmp_path: Path):
+    with coordinator(tmp_path, OWN) as server, programs([["-c", FORKING]], [settings(server, "w0")]) as started:
+        assert outputs(started) == ["made\n"]
