@@ -126,6 +126,10 @@ def test_a_closure_makes_the_gradients_that_are_averaged(two: CoordinatorProcess
             optimizer.step(closure=closure)
             with pytest.raises(ValueError, match="LBFGS"):
                 run.attach(torch.optim.LBFGS(model.parameters()))
+            with pytest.raises(ValueError, match="parameters that are not exchanged"):
+                run.attach(torch.optim.SGD(small_model(seed=1).parameters()))
+            with pytest.raises(ValueError, match="it must be a whole number"):
+                run.average_gradients(weight=10**30)
         return model
 
     ends = [flat(model) for model in side_by_side(work, 2)]

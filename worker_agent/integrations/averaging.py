@@ -25,6 +25,9 @@ _log = logging.getLogger(__name__)
 _SETTLE_S = 60.0
 """Longest wait for exchanges to let go of their vectors, once a step is committed or void."""
 
+_MOST_WEIGHT = (1 << 31) - 1
+"""Samples or tokens of one worker in one step."""
+
 CONTINUE, RAISE = "continue", "raise"
 
 Weigh = Callable[[ShardAssignment], int]
@@ -201,8 +204,8 @@ def constant(weight: int) -> Weigh:
     Raises:
         ValueError: it is no count.
     """
-    if isinstance(weight, bool) or not isinstance(weight, int) or weight < 0:
-        raise ValueError(f"weight is {weight!r}; it must be a whole number, 0 or more: samples, or tokens")
+    if isinstance(weight, bool) or not isinstance(weight, int) or not 0 <= weight <= _MOST_WEIGHT:
+        raise ValueError(f"weight is {weight!r}; it must be a whole number, 0 to {_MOST_WEIGHT}: samples, or tokens")
     return lambda _: weight
 
 

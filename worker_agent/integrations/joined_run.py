@@ -99,8 +99,16 @@ class JoinedRun:
         """Has `optimizer.step()` average the gradients first; returns the same optimizer.
 
         Raises:
-            ValueError: it calls its closure as often as this worker's own loss tells it to.
+            ValueError: it calls its closure as often as this worker's own loss tells it to, or updates parameters that this
+                run does not exchange.
         """
+        known = {id(parameter) for parameter in self.vectors.parameters}
+        given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if strange := [tuple(one.shape) for one in given if one.requires_grad and id(one) not in known]:
+            raise ValueError(
+                f"the optimizer updates {len(strange)} parameters that are not exchanged, the first of shape "
+                f"{strange[0]}: join with the model as it is trained, after adapters are added and layers unfrozen"
+            )
         if isinstance(optimizer, LBFGS):
             raise ValueError(
                 "LBFGS evaluates the loss as often as each worker's own data tell it to, so workers would wait for one "
