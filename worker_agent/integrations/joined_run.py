@@ -99,8 +99,8 @@ class JoinedRun:
         """Has `optimizer.step()` average the gradients first; returns the same optimizer.
 
         Raises:
-            ValueError: it calls its closure as often as this worker's own loss tells it to, or updates parameters that this
-                run does not exchange.
+            ValueError: it calls its closure as often as this worker's own loss tells it to, or updates parameters
+                that this run does not exchange.
         """
         known = {id(parameter) for parameter in self.vectors.parameters}
         given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
