@@ -133,6 +133,9 @@ class CollectiveServicer:
             )
         _check_length("group", len(hello.group.encode()))
         _check_length("process_name", len(hello.process_name.encode()))
+        for field in ("group", "process_name"):
+            if not getattr(hello, field).isprintable():
+                raise BadRequest(f"{field} {getattr(hello, field)!r} has characters that can't be printed", field=field)
         return hello
 
     async def _read(self, context: Context, group: Group, seat: _Seat) -> bool:

@@ -315,7 +315,7 @@ class Driver:
         self._run.conduct.note_commit(live.core.label, record)
         _log.info("%s", plan.sentence(live.core, committed, self._progress.step_seconds), extra=EACH_STEP)
         self._spans.committed(committed.global_loss, len({lease.worker_id for lease in live.core.live}))
-        self._epochs.let_go(self._progress.committed_steps)
+        self._epochs.let_go(self._progress.committed_steps, needed=self._file.min_workers)
         if live.core.kind == "train":
             await self._link_watch.note(live)
         self._run.changed.notify()

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 
 from ayni.errors import AyniError, UnknownWorker
@@ -231,9 +231,23 @@ class Epochs:
                 seat.dismissed = True
                 seat.outbox.put_nowait(frame)
 
-    def let_go(self, committed_steps: int) -> None:
-        """Says goodbye to the members that are to leave between two steps, at the operator's wish."""
-        for seat in [seat for seat in self.seats.values() if seat.draining and not seat.dismissed]:
+    def let_go(self, committed_steps: int, *, needed: int, in_step: Container[int] = ()) -> None:
+        """Says goodbye to the members that are to leave between two steps, at the operator's wish.
+
+        A member stays where others have gone since that wish: its parameters may be the only ones.
+
+        Args:
+            committed_steps: steps behind the run.
+            needed: members that must be left with the run's parameters.
+            in_step: members whose step is in progress; they leave after it.
+        """
+        wishes = [(one, seat) for one, seat in self.seats.items() if seat.draining and not seat.dismissed]
+        for seat in [seat for one, seat in wishes if one not in in_step]:
+            rest = [other for other in self.able if other is not seat and not other.draining]
+            if not seat.following and len(rest) < needed:
+                seat.draining = False
+                _log.warning("worker %s is not drained: others have gone, and the run needs it", seat.member.name)
+                continue
             seat.dismissed, seat.member.ready = True, False
             reason = "the operator drained this worker"
             told = Shutdown(reason=reason, finished=False, committed_steps=committed_steps, drained=True)

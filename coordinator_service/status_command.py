@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,6 +29,12 @@ _WIDE = 130
 """Columns of a terminal that holds the whole table."""
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Leaves it to the caller, as `print` does."""
+        raise BrokenPipeError
+
+
 def show(arguments: Sequence[str]) -> int:
     """Prints the status of a run; returns the exit code."""
     given = _parser().parse_args(arguments)
@@ -52,13 +59,16 @@ def _show(given: argparse.Namespace) -> int:
             return _print(run.run_id, run.snapshot, given.json)
         except grpc.RpcError as error:
             return _explain(given.coordinator, error)
+        except BrokenPipeError:  # Whoever read has seen enough; what is still buffered must not fail at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return DONE
 
 
 def _print(run_id: str, snapshot: pb.RunSnapshot, as_json: bool) -> int:
     if as_json:
-        print(json.dumps(plain(view_of(run_id, snapshot))))
+        print(json.dumps(plain(view_of(run_id, snapshot))), flush=True)
         return DONE
-    console = Console(width=None if sys.stdout.isatty() else 140)
+    console = _Console(width=None if sys.stdout.isatty() else 140)
     console.print(render(run_id, snapshot, console.width >= _WIDE, plain=not _is_rich(console)))
     return DONE
 
@@ -86,8 +96,11 @@ def _print_lines(run_id: str) -> Iterator[_Update]:
 @contextmanager
 def _show_live(run: pb.GetRunResponse) -> Iterator[_Update]:
     """Yields what shows a snapshot in place of the one before."""
-    console = Console()
+    console = _Console(width=None if sys.stdout.isatty() else 140)
     wide, is_plain = console.width >= _WIDE, not _is_rich(console)
+    if not console.is_terminal:  # Nothing can be shown in place of what is there.
+        yield lambda snapshot: console.print(render(run.run_id, snapshot, wide, plain=is_plain))
+        return
     first = render(run.run_id, run.snapshot, wide, plain=is_plain)
     with Live(first, console=console, auto_refresh=False, vertical_overflow="crop") as live:
         yield lambda snapshot: live.update(render(run.run_id, snapshot, wide, plain=is_plain), refresh=True)

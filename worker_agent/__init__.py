@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-import ayni  # noqa: F401  Before anything loads gRPC: it sets how much that writes.
+import ayni  # noqa: F401  Before anything loads gRPC: it sets how much that writes, and that it leaves fork() alone.
 
 if TYPE_CHECKING:
     from worker_agent.client import ClientConfig, WorkerClient

@@ -73,7 +73,10 @@ class Exposition(Collector):
 
     def encoded(self, accept: str) -> tuple[bytes, str]:
         """Returns the metrics in the best form that a scraper accepts, and the form's content type."""
-        encode, content_type = choose_encoder(accept)
+        try:
+            encode, content_type = choose_encoder(accept)
+        except (TypeError, ValueError):  # What it accepts can't be read.
+            encode, content_type = choose_encoder("")
         return encode(self._registry), content_type
 
     def describe(self) -> list[Metric]:

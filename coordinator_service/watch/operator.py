@@ -45,8 +45,9 @@ class Operator:
         if not seat.draining:
             _log.info("the operator drains worker %s", name)
             seat.draining = True
-        if run.live is None or worker_id not in run.live.epoch.workers:
-            run.epochs.let_go(run.progress.committed_steps)
+        needed = needed if run.progress.has_begun else 0
+        in_step = run.live.epoch.workers if run.live else ()
+        run.epochs.let_go(run.progress.committed_steps, needed=needed, in_step=in_step)
         run.changed.notify()
         return _yes(f"worker {name} leaves after the step in progress")
 

@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import importlib.util
+import logging
 import ssl
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 from ayni.credentials import server_context
 from ayni.endpoints import Address, check_listening_in_clear, parse_address
@@ -78,7 +80,8 @@ async def _served(
     metrics = Exposition(lambda: view(with_history=False), run.progress.history.durations)
     gate = Gate(token=token, is_loopback=address.is_loopback)
     app = Dashboard(gate, encoded, feed, metrics).application(Operator(run, ask_for_state), lambda: run.progress.state)
-    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, keepalive_timeout=_KEEPALIVE_S)
+    options: Any = {"access_log": None, "keepalive_timeout": _KEEPALIVE_S, "logger": _logger()}
+    runner = web.AppRunner(app, handler_cancellation=True, **options)
     await runner.setup()
     http = runner.server
     assert http
@@ -95,6 +98,19 @@ async def _served(
         await feed.close()
         await http.shutdown(0.0)
         await runner.cleanup()
+
+
+def _logger() -> logging.Logger:
+    """Returns a logger for what fails here. Requests that are no HTTP need no token, so they may not fill the log."""
+    from aiohttp.http_exceptions import HttpProcessingError
+
+    def is_ours(record: logging.LogRecord) -> bool:
+        return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+
+    logger = logging.Logger(__name__)
+    logger.parent = logging.getLogger(__name__)
+    logger.addFilter(is_ours)
+    return logger
 
 
 class _TurnedAway(asyncio.Protocol):

@@ -48,7 +48,7 @@ def parse_address(text: str) -> Address:
     bracketed = host.startswith("[") and host.endswith("]")
     host = host[1:-1] if bracketed else host
     wrong_host = not host or "/" in host or any(character.isspace() for character in host)
-    wrong_port = not (port.isascii() and port.isdigit() and int(port) <= _LARGEST_PORT)
+    wrong_port = not (port.isascii() and port.isdigit() and len(port) <= 5 and int(port) <= _LARGEST_PORT)
     if not colon or wrong_host or wrong_port or bracketed != (":" in host):
         raise SettingsError(f"{text!r} is not an address; write host:port, such as 127.0.0.1:50051 or [::1]:50051")
     return Address(host=host, port=int(port))

@@ -248,3 +248,46 @@ async def _views(url: str, count: int) -> list[dict[str, Any]]:
 async def _status(url: str) -> int:
     async with aiohttp.ClientSession(timeout=WAIT) as session, session.get(url) as said:
         return said.status
+
+
+async def first_line(watched: Watched, request: str) -> str:
+    _, _, address = watched.url.rstrip("/").rpartition("/")
+    host, _, port = address.partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(request.encode())
+    line = await reader.readline()
+    writer.close()
+    return line.decode()
+
+
+@asynchronous
+async def test_headers_that_can_not_be_read_are_no_fault_of_the_server(watched: Watched) -> None:
+    status, _ = await ask("GET", f"{watched.url}view.json", Host="127.0.0.1:" + "0" * 5000)
+    assert status == 401
+    status, _ = await ask("GET", f"{watched.url}metrics", Accept="application/openmetrics-text; version=abc")
+    assert status == 200
+
+
+@asynchronous
+async def test_what_is_no_http_does_not_fill_the_log(watched: Watched) -> None:
+    for request in ("FOO / HTTP/1.1\r\n\r\n", "POST /checkpoint HTTP/1.1\r\nContent-Length: -5\r\n\r\n"):
+        assert " 400 " in await first_line(watched, request)
+    assert "Traceback" not in watched.coordinator.read_log()
+
+
+@asynchronous
+@pytest.mark.parametrize("flags", [(), ("--json",)])
+async def test_a_reader_of_status_sees_changes_and_may_go(watched: Watched, flags: tuple[str, ...]) -> None:
+    command = ["-m", "coordinator_service", "status", watched.coordinator.address, "--watch", *flags]
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *command, env=environment(), stdout=pipe, stderr=pipe, limit=1 << 22
+    )
+    assert process.stdout
+    assert process.stderr
+    for _ in range(2):
+        while b"watched" not in await process.stdout.readline():
+            pass
+    process._transport.get_pipe_transport(1).close()  # type: ignore[attr-defined]
+    assert await process.wait() == 0
+    assert await process.stderr.read() == b""

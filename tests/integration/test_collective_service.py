@@ -111,6 +111,7 @@ def test_an_end_without_a_word_is_told_as_a_loss(server: CoordinatorProcess):
         ([hello("x", 0)], BadRequest, "first frame must be a hello"),
         ([hello("x", protocol_version=99)], Incompatible, "speaks protocol 1 and this process 99"),
         ([hello("x" * 129)], TooLarge, "group has 129 bytes"),
+        ([hello("x\x1b[31m")], BadRequest, "can't be printed"),
         ([hello("early"), message([1])], BadRequest, "before the welcome"),
         ([hello("own", 1), message([0])], BadRequest, "can't go from rank 0 to ranks"),
         ([hello("none", 1), message([])], BadRequest, "can't go from rank 0 to ranks"),

@@ -109,6 +109,58 @@ def _gradient(rows: Any) -> torch.Tensor:
     return torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
 
 
+def test_a_closure_makes_the_gradients_that_are_averaged(two: CoordinatorProcess):
+    def work(index: int) -> nn.Module:
+        model = small_model(seed=0)
+        with joined(two, model, f"w{index}") as run:
+            optimizer = run.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+
+            def closure() -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = loss_of(model, range(run.rank * 10, run.rank * 10 + 10))
+                loss.backward()
+                return loss
+
+            for _ in range(2):
+                assert optimizer.step(closure) is not None
+            optimizer.step(closure=closure)
+            with pytest.raises(ValueError, match="LBFGS"):
+                run.attach(torch.optim.LBFGS(model.parameters()))
+            with pytest.raises(ValueError, match="parameters that are not exchanged"):
+                run.attach(torch.optim.SGD(small_model(seed=1).parameters()))
+            with pytest.raises(ValueError, match="it must be a whole number"):
+                run.average_gradients(weight=10**30)
+        return model
+
+    ends = [flat(model) for model in side_by_side(work, 2)]
+    assert ends[0].equal(ends[1])
+    model = small_model(seed=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss_of(model, range(20)).backward()
+        optimizer.step()
+    torch.testing.assert_close(ends[0], flat(model), rtol=0, atol=1e-6)
+
+
+def test_a_step_that_is_left_out_after_the_mean_leaves_the_next_one_to_be_averaged(two: CoordinatorProcess):
+    def work(index: int) -> nn.Module:
+        model = small_model(seed=0)
+        with joined(two, model, f"w{index}") as run:
+            optimizer = run.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+            for step in range(3):
+                optimizer.zero_grad()
+                loss_of(model, range(run.rank * 10 + step, run.rank * 10 + step + 5)).backward()
+                if step == 1:
+                    run.average_gradients()
+                else:
+                    optimizer.step()
+        return model
+
+    ends = [flat(model) for model in side_by_side(work, 2)]
+    assert ends[0].equal(ends[1])
+
+
 def test_the_attached_optimizer_averages_by_itself(two: CoordinatorProcess):
     def work(index: int) -> nn.Module:
         model = small_model(seed=0)
@@ -391,3 +443,26 @@ def test_an_optimizer_that_accelerate_prepares_averages_once_for_each_of_its_ste
         log = server.read_log()
     assert "step 2 committed" in log
     assert "step 3 committed" not in log
+
+
+FORKING = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from worker_agent.integrations import join
+
+model = torch.nn.Linear(3, 1)
+run = join(model)
+optimizer = run.attach(torch.optim.SGD(model.parameters(), lr=0.01))
+for _ in range(3):
+    for (rows,) in DataLoader(run.shard(TensorDataset(torch.randn(24, 3))), batch_size=4, num_workers=2):
+        optimizer.zero_grad()
+        model(rows).pow(2).sum().backward()
+        optimizer.step()
+run.close()
+print("made", flush=True)
+"""
+
+
+def test_a_program_that_has_joined_may_fork_to_load_its_data(tmp_path: Path):
+    with coordinator(tmp_path, OWN) as server, programs([["-c", FORKING]], [settings(server, "w0")]) as started:
+        assert outputs(started) == ["made\n"]

@@ -147,6 +147,24 @@ def test_every_collective_moves_what_it_says(three: list[AyniProcessGroup]):  # 
     on_all(three, work)
 
 
+def test_receives_that_wait_do_not_keep_back_what_is_sent(three: list[AyniProcessGroup]) -> None:
+    def work(group: AyniProcessGroup, rank: int) -> list[float]:
+        others = [other for other in range(3) if other != rank]
+        found = [torch.zeros(1) for _ in range(12)]
+        waits = [group.recv([tensor], others[i % 2], i) for i, tensor in enumerate(found)]
+        wanted = {
+            other: [i for i in range(12) if [o for o in range(3) if o != other][i % 2] == rank] for other in others
+        }
+        waits += [group.send([torch.full((1,), 10.0 * rank)], other, i) for other in others for i in wanted[other]]
+        for one in waits:
+            one.wait()
+        return [tensor.item() for tensor in found]
+
+    for rank, found in enumerate(on_all(three, work)):
+        others = [other for other in range(3) if other != rank]
+        assert found == [10.0 * others[i % 2] for i in range(12)]
+
+
 def test_posts_with_one_tag_arrive_in_order_whatever_collectives_do(three: list[AyniProcessGroup]):
     def work(group: AyniProcessGroup, rank: int) -> list[float]:
         if rank == 2:

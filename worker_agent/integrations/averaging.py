@@ -25,6 +25,9 @@ _log = logging.getLogger(__name__)
 _SETTLE_S = 60.0
 """Longest wait for exchanges to let go of their vectors, once a step is committed or void."""
 
+_MOST_WEIGHT = (1 << 31) - 1
+"""Samples or tokens of one worker in one step."""
+
 CONTINUE, RAISE = "continue", "raise"
 
 Weigh = Callable[[ShardAssignment], int]
@@ -151,6 +154,12 @@ class Averaging:
                 break
             except StepVoided:
                 continue
+        if lease is None and getattr(self._session, "drained", False):
+            raise RunEnded(
+                "the operator drained this worker: it has no part in the run any more, and the others go on",
+                state="running",
+                detail="drained",
+            )
         if lease is None:
             raise RunEnded(
                 "the run is over, and this program has another step to make: give the run as many steps (num_steps; 0 "
@@ -195,8 +204,8 @@ def constant(weight: int) -> Weigh:
     Raises:
         ValueError: it is no count.
     """
-    if isinstance(weight, bool) or not isinstance(weight, int) or weight < 0:
-        raise ValueError(f"weight is {weight!r}; it must be a whole number, 0 or more: samples, or tokens")
+    if isinstance(weight, bool) or not isinstance(weight, int) or not 0 <= weight <= _MOST_WEIGHT:
+        raise ValueError(f"weight is {weight!r}; it must be a whole number, 0 to {_MOST_WEIGHT}: samples, or tokens")
     return lambda _: weight
 
 

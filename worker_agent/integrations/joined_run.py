@@ -18,8 +18,9 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self
 
-from torch import nn
-from torch.optim import Optimizer
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from ayni.flags import add_flags, resolve
 from ayni.process import load_token
@@ -48,6 +49,8 @@ class JoinedRun:
         alike, as DistributedDataParallel does."""
         self._place = averaging.place()
         self._averaged = False
+        """Whether `.grad` is the mean already, and nothing was added since."""
+        self._hooks: list[RemovableHandle] = []
         self._error: BaseException | None = None
         atexit.register(self.close)
 
@@ -93,13 +96,34 @@ class JoinedRun:
         return commit
 
     def attach(self, optimizer: Optimizer) -> Optimizer:
-        """Has `optimizer.step()` average the gradients first; returns the same optimizer."""
+        """Has `optimizer.step()` average the gradients first; returns the same optimizer.
+
+        Raises:
+            ValueError: it calls its closure as often as this worker's own loss tells it to, or updates parameters
+                that this run does not exchange.
+        """
+        known = {id(parameter) for parameter in self.vectors.parameters}
+        given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if strange := [tuple(one.shape) for one in given if one.requires_grad and id(one) not in known]:
+            raise ValueError(
+                f"the optimizer updates {len(strange)} parameters that are not exchanged, the first of shape "
+                f"{strange[0]}: join with the model as it is trained, after adapters are added and layers unfrozen"
+            )
+        if isinstance(optimizer, LBFGS):
+            raise ValueError(
+                "LBFGS evaluates the loss as often as each worker's own data tell it to, so workers would wait for one "
+                "another in vain: use an optimizer that makes one update for one gradient"
+            )
         optimizer.register_step_pre_hook(self._before_step)
+        if not self._hooks:
+            self._hooks = [one.register_post_accumulate_grad_hook(self._note_new) for one in self.vectors.parameters]
         return optimizer
 
     def close(self) -> None:
         """Leaves the run; the others go on without this worker. A second call does nothing."""
         atexit.unregister(self.close)
+        while self._hooks:
+            self._hooks.pop().remove()
         self._client.close("done" if self._error is None else f"failed: {self._error}")
 
     def __enter__(self) -> Self:
@@ -111,9 +135,26 @@ class JoinedRun:
         self._error = error
         self.close()
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Averages, or where a closure is to make the gradients first, has the closure do so."""
+        closure = kwargs.get("closure") or next(iter(args[1:]), None)
+        if closure is None:
+            self._average_once()
+            return None
+
+        def averaged() -> Any:
+            loss = closure()
+            self._average_once()
+            return loss
+
+        return (args[0], averaged), {name: value for name, value in kwargs.items() if name != "closure"}
+
+    def _average_once(self) -> None:
         if not self._averaged:
             self.average_gradients()
+        self._averaged = False
+
+    def _note_new(self, _: Tensor) -> None:
         self._averaged = False
 
 

@@ -29,7 +29,9 @@ _ProcessGroup: Any = dist.ProcessGroup
 """Its stubs differ between versions of torch."""
 
 _THREADS = 4
-"""Collectives of a group that are under way at a time, and as many sends and receives."""
+"""Collectives of a group that are under way at a time, and as many sends."""
+_MOST_RECEIVES = 256
+"""Receives that wait at a time. A program may ask for many before anybody sends, or before it sends itself."""
 
 Work = Callable[[list[Call]], None]
 
@@ -51,7 +53,8 @@ class AyniProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._stream, self._group_id, self._timeout_s = stream, group_id, timeout.total_seconds()
         self._on_shutdown = on_shutdown
         self._threads: DaemonThreads | None = DaemonThreads(_THREADS, "ayni-collectives")
-        self._posting = DaemonThreads(_THREADS, "ayni-posts")
+        self._sending = DaemonThreads(_THREADS, "ayni-sends")
+        self._receiving = DaemonThreads(_MOST_RECEIVES, "ayni-receives")
         self._under_way: list[Future[None]] = []
         self._number = 0
         self._posts: Counter[tuple[str, int, int]] = Counter()
@@ -74,7 +77,8 @@ class AyniProcessGroup(_ProcessGroup):  # type: ignore[misc]
         if self._threads is not None:
             threads, self._threads = self._threads, None
             threads.finish()
-            self._posting.finish()
+            self._sending.finish()
+            self._receiving.finish()
             self._on_shutdown()
 
     def abort(self) -> None:
@@ -236,7 +240,7 @@ class AyniProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def send(self, tensors: list[Tensor], dstRank: int, tag: int) -> AyniWork:
         """Sends to one rank. Posts with the same tag arrive in order; they do not wait for collectives."""
         call = self._post("send", dstRank, tag)
-        return self._submit(self._posting, lambda: self._collectives.post(call(), tensors[0], dstRank, tag), tensors)
+        return self._submit(self._sending, lambda: self._collectives.post(call(), tensors[0], dstRank, tag), tensors)
 
     def recv(self, tensors: list[Tensor], srcRank: int, tag: int) -> AyniWork:
         """Receives what one rank has sent with this tag."""
@@ -246,7 +250,7 @@ class AyniProcessGroup(_ProcessGroup):  # type: ignore[misc]
             found = self._collectives.received(call(), tensors[0], srcRank, tag)
             tensors[0].copy_(found.view(tensors[0].shape))
 
-        return self._submit(self._posting, work, tensors)
+        return self._submit(self._receiving, work, tensors)
 
     # Names of torch before 2.12.
     _allgather_base = all_gather_single
