@@ -115,7 +115,7 @@ def test_a_closure_makes_the_gradients_that_are_averaged(two: CoordinatorProcess
         with joined(two, model, f"w{index}") as run:
             optimizer = run.attach(torch.optim.SGD(model.parameters(), lr=0.1))
 
-            def closure() -> torch.Tensor:
+            def closure() -> Any:
                 optimizer.zero_grad()
                 loss = loss_of(model, range(run.rank * 10, run.rank * 10 + 10))
                 loss.backward()

@@ -42,7 +42,7 @@ class RayNodes:
         logs = list(self.where.folder.glob("ray-*.log"))
         assert len(logs) == count
         try:
-            self.where.wait_for(lambda: all(STARTED in log.read_text() for log in logs), "all nodes run", 90.0)
+            self.where.wait_for(lambda: all(STARTED in log.read_text() for log in logs), "all nodes run", 180.0)
         except AssertionError as error:
             raise AssertionError(f"{error}\n" + "\n".join(f"{log.name}: {log.read_text()}" for log in logs)) from None
 
@@ -62,6 +62,7 @@ def ray_nodes(where: Place, **extra: str) -> Iterator[RayNodes]:
     assert importlib.util.find_spec("ray"), "ray is missing, which this test needs: make test-launchers installs it"
     # The token file of this user, if there is one, is not ours.
     environment = {**HEALTH, **extra, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": where.mark, "RAY_DEDUP_LOGS": "0"}
+    environment["RAY_raylet_start_wait_time_s"] = "120"
     environment["RAY_TMPDIR"] = str(where.folder / "ray")
     port = free_port_below(10000)
     with contextlib.ExitStack() as stack:
