@@ -8,7 +8,9 @@ from tests.support.ray_nodes import NODE, ray_nodes
 
 def test_a_killed_ray_node_costs_the_run_nothing(plain: str) -> None:
     with place() as where, ray_nodes(where, **where.gated()) as nodes:
+        # One after the other: of two nodes of one host that start at once, Ray sometimes never hears of one.
         nodes.add("a", "127.0.0.3", 1, f"--address={nodes.address}")
+        nodes.wait_for_nodes(2)
         nodes.add("b", "127.0.0.4", 1, f"--address={nodes.address}")
         nodes.wait_for_nodes(3)
         command = [PYTHON, "-m", "worker_agent", "ray", "--agents", "2", "--address", nodes.address]
