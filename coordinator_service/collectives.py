@@ -24,6 +24,8 @@ MOST_DATA_BYTES = 1 << 20
 """Bytes of a message's part."""
 _OUTBOX_BYTES = 16 << 20
 """Bytes that wait for one process before those who send to it wait."""
+_LAST_FRAMES_S = 1.0
+"""How long a process that is refused may take to read what was for it."""
 _TEXT_BYTES = {"group": 128, "key": 128, "about": 256, "process_name": 128}
 
 _log = logging.getLogger(__name__)
@@ -98,20 +100,24 @@ class CollectiveServicer:
         writing = asyncio.create_task(seat.write(context))
         reading = asyncio.create_task(self._read(context, group, seat))
         detail = "its stream broke"
-        has_left = False
+        has_left, was_over = False, None
         try:
             await asyncio.wait({writing, reading}, return_when=asyncio.FIRST_COMPLETED)
+            was_over = seat.is_over
             has_left = reading.done() and reading.result()
             if has_left:
                 seat.end()
                 await writing
         except (BadRequest, TooLarge) as error:
             detail = error.message
+            seat.end()
+            # A write that is cancelled on its way would take the refusal's place as the end of the stream.
+            await asyncio.wait({writing}, timeout=_LAST_FRAMES_S)
             raise
         finally:
             for task in (writing, reading):
                 task.cancel()
-            self._vacate(group, seat, has_left, detail)
+            self._vacate(group, seat, has_left, detail, seat.is_over if was_over is None else was_over)
 
     async def _hello(self, context: Context) -> pb.CollectiveHello:
         try:
@@ -187,17 +193,16 @@ class CollectiveServicer:
         for rank, seat in self._seats[group].items():
             seat.put(pb.ExchangeResponse(welcome=pb.CollectiveWelcome(rank=rank, process_names=group.names)))
 
-    def _vacate(self, group: Group, seat: _Seat, has_left: bool, detail: str) -> None:
+    def _vacate(self, group: Group, seat: _Seat, has_left: bool, detail: str, was_over: bool) -> None:
         seats = self._seats[group]
         del seats[seat.rank]
-        was_over, seat.is_over = seat.is_over and not has_left, True
         seat.end()
         if has_left:
             frame = pb.ExchangeResponse(left=pb.CollectiveLeft(rank=seat.rank))
         else:
             lost = pb.CollectiveLost(rank=seat.rank, detail=f"{seat.name}: {detail}"[:256])
             frame = pb.ExchangeResponse(lost=lost)
-        if group.was_whole and not was_over:
+        if group.was_whole and (has_left or not was_over):
             _log.info("rank %d (%s) of group %s %s", seat.rank, seat.name, group.name,
                       "has left" if has_left else f"is lost: {detail}")  # fmt: skip
             for other in list(seats.values()):

@@ -57,3 +57,20 @@ def _seeded() -> None:
     np.random.seed(SEED)
     if torch := sys.modules.get("torch"):  # The unit ring of the coordinator stays quick without it.
         torch.manual_seed(SEED)
+
+
+_STATUS = pytest.StashKey[int]()
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    session.config.stash[_STATUS] = int(exitstatus)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    # A library inside NIXL's package ends the process with a segmentation fault when its destructors run, depending on
+    # what else was loaded: that must not hide how the tests ended.
+    if "nixl_cu12" in sys.modules and _STATUS in config.stash:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(config.stash[_STATUS])

@@ -82,8 +82,10 @@ def test_extra_leases_that_came_before_the_commit_are_handed_out_one_after_the_o
         first = extra_lease(client.commit(shard, report(shard)))
         second = extra_lease(client.commit(first, report(first)))
         assert (first.lease_id, second.lease_id) == (91, 92)
+        waiting = in_background(lambda: client.commit(second, report(second)))
+        eventually(lambda: len(server.commits) == 3, "the last commit is asked for")
         answers.give()
-        assert isinstance(client.commit(second, report(second)), Commit)
+        assert isinstance(waiting.result(10), Commit)
     assert sorted(commit.lease_id for commit in server.commits) == [1, 91, 92]
 
 

@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -39,9 +40,20 @@ def small_model(seed: int = 0) -> nn.Sequential:
 
 
 def side_by_side(work: Callable[[int], Any], count: int) -> list[Any]:
-    """Calls a function with 0, 1, ... on a thread each; an error of any is raised after all have ended."""
+    """Calls a function with 0, 1, ... on a thread each; an error of any is raised after all have ended.
+
+    It is printed at once: the others may wait in vain for the one that failed.
+    """
+
+    def told(index: int) -> Any:
+        try:
+            return work(index)
+        except BaseException:
+            traceback.print_exc()
+            raise
+
     with ThreadPoolExecutor(count) as pool:
-        futures = [pool.submit(work, index) for index in range(count)]
+        futures = [pool.submit(told, index) for index in range(count)]
     return [future.result() for future in futures]
 
 
