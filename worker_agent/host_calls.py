@@ -85,7 +85,11 @@ class HostPeers:
     def end(self, owner: GroupMember, stream: HostStream, *, is_clean: bool) -> None:
         """Takes a call's connection back, for the next one if it ended well."""
         assert owner.shared_memory
-        self._under_way[owner.shared_memory].discard(stream)
+        under_way = self._under_way[owner.shared_memory]
+        under_way.discard(stream)
+        if not under_way:
+            # An owner that has gone never comes back under the same offer.
+            del self._under_way[owner.shared_memory]
         if is_clean and stream.is_open:
             self._idle.setdefault(owner.shared_memory, []).append(stream)
         else:
@@ -104,7 +108,7 @@ class HostPeers:
     def close(self) -> None:
         """Hangs up on everybody."""
         self._keep(set())
-        for streams in self._under_way.values():
+        for streams in list(self._under_way.values()):
             for stream in list(streams):
                 stream.close()
 

@@ -132,21 +132,13 @@ class Builder:
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         import torch
 
-        from worker_agent import backend
         from worker_agent.publishing import Publisher
         from worker_agent.train_state import TrainState
         from worker_agent.training.load import load_task
         from worker_agent.training.loop import Trainer, TrainingConfig
 
         torch.set_num_threads(self._config.threads)
-        if self._config.backend != "cpu":
-            _choose_accelerator(self._config.launch.local_rank)
-        wishes = backend.PortableWishes(
-            engine=self._config.wgpu_engine,
-            allow_software=self._config.allow_software_gpu,
-            min_flops=self._config.offload_min_flops,
-        )
-        resolved = backend.resolve(self._config.backend, wishes)
+        resolved = self._backend()
         task = load_task(run_config.task, files, run_config.seed, resolved.device)
         folder = self._config.output_dir or Path("ayni-output") / run_config.run_id / self._name
         state = TrainState(self._network, self._service.worker, run_config.state, run_config.run_id)
@@ -173,6 +165,19 @@ class Builder:
             offered=offered,
             folder=folder,
         )
+
+    def _backend(self) -> "Backend":
+        """Returns what this worker computes on."""
+        from worker_agent import backend
+
+        if self._config.backend != "cpu":
+            _choose_accelerator(self._config.launch.local_rank)
+        wishes = backend.PortableWishes(
+            engine=self._config.wgpu_engine,
+            allow_software=self._config.allow_software_gpu,
+            min_flops=self._config.offload_min_flops,
+        )
+        return backend.resolve(self._config.backend, wishes)
 
     def _offered(self, state: "TrainState") -> "OfferedStates":
         from worker_agent.offered_states import Answers, OfferedStates
