@@ -5,8 +5,10 @@ All keys of a group begin with its generation and its secret, so that who was no
 store itself asks nobody who he is: it belongs on a network whose machines trust one another.
 """
 
+import contextlib
 import socket
 import threading
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -18,9 +20,11 @@ from worker_agent.torch_sums import AttemptKey, Tally, unpacked
 
 ANSWER_S = 15.0
 """Longest time that a store may take to answer."""
-_DIALLING = threading.Lock()
-"""Held while a store is dialled, so that no other connection is taken for the new one."""
-_ALONE_S, _DIAL_S = 1.0, 5.0
+_CONNECT_S, _DIAL_S, _AGAIN_S = 2.0, 5.0, 0.1
+
+_DIALLING = threading.Condition()
+_DIALLED: set[int] = set()
+"""Ports that somebody dials now: one at a time each, so that no other connection is taken for the new one."""
 
 
 class RendezvousStore:
@@ -75,7 +79,7 @@ class StoreClients:
     def __init__(self, address: str) -> None:
         """Takes where the store is. Nothing is dialled yet."""
         self.address = address
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._made: dict[str, Any] = {}
         self._ends: set[Place] = set()
         """Own ends of the connections."""
@@ -99,6 +103,7 @@ class StoreClients:
         """Ends all that waits in the store, without a wait: a call to one that is stopped has no time of its own."""
         with self._lock:
             self._is_closed = True
+            self._lock.notify_all()
         own_sockets.shut_down(self._ends)
 
     def _dial(self) -> Any:
@@ -106,18 +111,55 @@ class StoreClients:
 
         parsed = parse_address(self.address)
         _check_listening(parsed)
-        # One that is made while another one waits for an answer can't be told from that; then it can't be ended either.
-        is_alone = _DIALLING.acquire(timeout=_ALONE_S)
-        try:
-            before = own_sockets.dialled(parsed.port)
-            made = TCPStore(parsed.host, parsed.port, is_master=False, timeout=timedelta(seconds=_DIAL_S))
-            made.set_timeout(timedelta(seconds=ANSWER_S))
-            with self._lock:
-                self._ends |= own_sockets.dialled(parsed.port) - before if is_alone else set()
-        finally:
-            if is_alone:
-                _DIALLING.release()
+        with _alone(parsed.port), self._ended_in_time(parsed.port):
+            made = TCPStore(parsed.host, parsed.port, is_master=False, timeout=timedelta(seconds=_CONNECT_S))
+        made.set_timeout(timedelta(seconds=ANSWER_S))
         return made
+
+    @contextlib.contextmanager
+    def _ended_in_time(self, port: int) -> Iterator[None]:
+        """Ends the connection that is being made once its time is up, or all are closed.
+
+        torch waits for the first answer of a store without end, and a process that is stopped still listens.
+        """
+        before, over = own_sockets.dialled(port), threading.Event()
+        watch = threading.Thread(target=self._watch, args=(port, before, over), name="ayni-torch-dial", daemon=True)
+        watch.start()
+        try:
+            yield
+        finally:
+            over.set()
+            with self._lock:
+                self._ends |= own_sockets.dialled(port) - before
+                self._lock.notify_all()
+            watch.join()
+
+    def _watch(self, port: int, before: set[Place], over: threading.Event) -> None:
+        """Shuts down what is dialled anew, again and again: torch dials again until its own time is up."""
+        with self._lock:
+            self._lock.wait_for(lambda: self._is_closed or over.is_set(), _DIAL_S)
+            while not over.is_set():
+                own_sockets.shut_down(own_sockets.dialled(port) - before)
+                self._lock.wait_for(over.is_set, _AGAIN_S)
+
+
+@contextlib.contextmanager
+def _alone(port: int) -> Iterator[None]:
+    """Waits until nobody else dials a port.
+
+    Raises:
+        RuntimeError: somebody does for too long.
+    """
+    with _DIALLING:
+        if not _DIALLING.wait_for(lambda: port not in _DIALLED, ANSWER_S):
+            raise RuntimeError(f"another connection to port {port} has been dialled for {ANSWER_S:g} s")
+        _DIALLED.add(port)
+    try:
+        yield
+    finally:
+        with _DIALLING:
+            _DIALLED.discard(port)
+            _DIALLING.notify_all()
 
 
 def _check_listening(address: Address) -> None:

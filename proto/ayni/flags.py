@@ -73,6 +73,18 @@ def read_command_line(
     return resolve_or_exit(parser, cls, arguments, environ).config
 
 
+def read_environment(cls: type[T], environ: Mapping[str, str] = os.environ) -> T:
+    """Returns the configuration of a program that has a command line of its own: from the environment, and its file.
+
+    Thread-safe, and needs no source text: compilers of Python 3.11 must not run on several threads at once.
+
+    Raises:
+        SettingsError: all that is wrong, with paths and origins.
+    """
+    nothing = argparse.Namespace(config=None, **{leaf.path: None for leaf in leaves(cls)})
+    return resolve(cls, nothing, environ).config
+
+
 def resolve_or_exit(
     parser: argparse.ArgumentParser,
     cls: type[T],

@@ -19,13 +19,13 @@ QUICK: dict[str, Any] = {
 
 
 def crew(stack: ExitStack, folder: Path, failing: str, *names: str) -> tuple[CoordinatorProcess, list[AgentProcess]]:
-    """A run of three workers, the last of which fails where it is told to."""
+    """A run of some workers, the last of which joins last and fails where it is told to."""
     server = stack.enter_context(coordinator(folder, {**QUICK, "start_workers": len(names)}))
-    extra = [""] * (len(names) - 1) + [failing]
-    return server, [
-        stack.enter_context(agent(server.address, name, folder, AYNI_FAILPOINTS=own))
-        for name, own in zip(names, extra, strict=True)
-    ]
+    *good, last = names
+    agents = [stack.enter_context(agent(server.address, name, folder)) for name in good]
+    for one in agents:
+        one.wait_for_log("waiting for")
+    return server, [*agents, stack.enter_context(agent(server.address, last, folder, AYNI_FAILPOINTS=failing))]
 
 
 @pytest.mark.parametrize("place", ["worker.contribution.half", "worker.contribution.sent", "worker.commit.asked"])
@@ -40,6 +40,20 @@ def test_a_worker_that_is_killed_in_a_step_is_done_without(tmp_path: Path, place
 def test_a_worker_that_freezes_in_a_step_is_done_without(tmp_path: Path):
     with ExitStack() as stack:
         server, (ant, bee, cow) = crew(stack, tmp_path, "worker.contribution.half=stop@4", "ant", "bee", "cow")
+        assert len({parameters(ant), parameters(bee)}) == 1
+        assert server.process.wait(30) == 0
+        assert cow.process.poll() is None
+
+
+def test_the_worker_whose_store_the_group_uses_freezes_and_is_done_without(tmp_path: Path):
+    failing = {"AYNI_FAILPOINTS": "worker.contribution.half=stop@4"}
+    with ExitStack() as stack:
+        server = stack.enter_context(coordinator(tmp_path, {**QUICK, "start_workers": 3}))
+        # The one that joins first has the lowest rank.
+        cow = stack.enter_context(agent(server.address, "cow", tmp_path, **failing))
+        cow.wait_for_log("waiting for 2 more")
+        ant = stack.enter_context(agent(server.address, "ant", tmp_path))
+        bee = stack.enter_context(agent(server.address, "bee", tmp_path))
         assert len({parameters(ant), parameters(bee)}) == 1
         assert server.process.wait(30) == 0
         assert cow.process.poll() is None

@@ -1,6 +1,7 @@
 """The store of a torch group: who listens where, what is counted, and how waits in it end."""
 
 import asyncio
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -111,6 +112,31 @@ def test_a_store_that_does_not_answer_is_waited_for_until_its_connections_are_cl
         assert failed.result(5)
     finally:
         member.kill()
+
+
+@pytest.fixture
+def mute() -> Iterator[str]:
+    """Address of one that listens and never answers, as a process that is stopped."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_dialling_a_store_that_is_stopped_ends_when_its_connections_are_closed(mute: str, store: RendezvousStore):
+    clients = StoreClients(mute)
+    failed = waiting(lambda: clients.below("1-secret", "counting"))
+    while not own_sockets.dialled(int(mute.rpartition(":")[2])):
+        assert not failed.done()
+    # Nobody who dials another store meanwhile waits for it.
+    count(store).add(ATTEMPT, Tally(count=1, weight=1), 4)
+    clients.close()
+    assert failed.result(4.5)
+
+
+def test_dialling_a_store_that_is_stopped_has_a_time_of_its_own(mute: str):
+    began = time.monotonic()
+    with pytest.raises(RuntimeError):
+        StoreClients(mute).below("1-secret", "counting")
+    assert 4 < time.monotonic() - began < 20
 
 
 def test_more_leases_than_the_step_has_are_found(store: RendezvousStore):

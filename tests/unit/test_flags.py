@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from ayni.endpoints import ClientTls
-from ayni.flags import field_texts, read_command_line
+from ayni.flags import field_texts, read_command_line, read_environment
 from ayni.run_config import RunConfig
-from ayni.settings import leaves
+from ayni.settings import SettingsError, leaves
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,3 +153,20 @@ def test_a_file_that_gives_a_section_as_nothing_can_be_completed_by_flags(tmp_pa
     path = tmp_path / "run.yaml"
     path.write_text("listen: x\nbatch:\n")
     assert read("--config", str(path), "--batch-samples=3").batch.samples == 3
+
+
+def test_a_program_without_flags_is_configured_by_the_environment_and_its_file(file: str):
+    read = read_environment(Service, {"AYNI_CONFIG": file, "AYNI_INSECURE": "true", "AYNI_LISTEN": "elsewhere:1"})
+    assert (read.listen, read.insecure, read.batch.samples) == ("elsewhere:1", True, 7)
+    with pytest.raises(SettingsError, match="AYNI_LEASE"):
+        read_environment(Service, {"AYNI_LISTEN": "a:1", "AYNI_LEASE": "soon"})
+
+
+def test_the_environment_is_read_without_source_texts(monkeypatch: pytest.MonkeyPatch):
+    # Python 3.11 fails when two threads compile at once, and a program's workers may be threads.
+    def fail(*_: object) -> None:
+        raise AssertionError("compiled")
+
+    field_texts.cache_clear()
+    monkeypatch.setattr("ast.parse", fail)
+    assert read_environment(Service, {"AYNI_LISTEN": "a:1"}).listen == "a:1"

@@ -10,7 +10,6 @@ Each process that joins is a worker; the program decides what it computes from w
 has the workers that it starts with, and gives all of them the trainable parameters of rank 0.
 """
 
-import argparse
 import atexit
 import os
 from collections.abc import Mapping
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from ayni.flags import add_flags, resolve
+from ayni.flags import read_environment
 from ayni.process import load_token
 from ayni.settings import SettingsError
 from ayni.step_values import Commit
@@ -223,9 +222,7 @@ def client_config(environ: Mapping[str, str], **facts: Any) -> ClientConfig:
     """
     if not environ.get("AYNI_COORDINATOR") and not environ.get("AYNI_CONFIG"):
         raise SettingsError("AYNI_COORDINATOR is not set: it says where the coordinator is, as host:port")
-    parser = argparse.ArgumentParser(add_help=False)
-    add_flags(parser, WorkerConfig)
-    given = resolve(WorkerConfig, parser.parse_args([]), environ).config
+    given = read_environment(WorkerConfig, environ)
     return ClientConfig(
         coordinator=given.coordinator,
         token=load_token(given.token_file, environ),
