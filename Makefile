@@ -61,7 +61,7 @@ check: $(SETUP) ## formats, lint, types, imports, schema, stubs, unit ring
 	$(ONE_THREAD) $(PYTEST) tests/unit
 
 test: check ## check, then the integration and fault rings
-	$(ONE_THREAD) $(PYTEST) tests/integration tests/fault
+	$(ONE_THREAD) $(PYTEST) --durations 25 tests/integration tests/fault
 
 test-dashboard: $(SETUP) ## the dashboard in Debian's Chromium, its metrics, traces
 	@command -v npm > /dev/null && command -v chromium > /dev/null || \

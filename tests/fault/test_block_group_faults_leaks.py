@@ -132,12 +132,21 @@ def test_nothing_is_left_behind_by_calls_that_fail():
                 if round_ == 0:  # gRPC opens a few descriptors for good when it is first used.
                     before = {agent.name: held(agent) for agent in agents}
             for agent in agents:
-                wait_until(partial(_holds, agent, before[agent.name]), f"{agent.name} to hold what it held")
+                _wait_until_it_holds(agent, before[agent.name])
             await near.connect(far)
             assert (await pull(near, far, np.arange(64), np.arange(64), SOON_S).result()).is_done
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(test())
+
+
+def _wait_until_it_holds(agent: ServeAgent, before: tuple[list[str], int]) -> None:
+    try:
+        wait_until(partial(_holds, agent, before), f"{agent.name} to hold what it held")
+    except AssertionError as error:
+        files, num_mappings = held(agent)
+        more = Counter(files) - Counter(before[0])
+        raise AssertionError(f"{error}: {dict(more)} more, {num_mappings} mappings, not {before[1]}") from None
 
 
 def _holds(agent: ServeAgent, before: tuple[list[str], int]) -> bool:
