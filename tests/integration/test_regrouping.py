@@ -1,9 +1,7 @@
 """Exchange groups against a real coordinator process: deaths, lost owners, late workers, restarts."""
 
 import asyncio
-import contextlib
 import signal
-from collections.abc import Sequence
 
 import grpc
 import numpy as np
@@ -11,13 +9,8 @@ import pytest
 
 from ayni.buckets import FLAT
 from ayni.errors import BadRequest, NotLeased, StaleEpoch
-from ayni.messages import duration
-from ayni.rpc import error_from
-from ayni.tree import cover
 from ayni.v1 import coordinator_pb2 as pb
-from coordinator_service.store import open_folder
-from coordinator_service.store_records import CommitRecord
-from tests.support.coordinator import RawWorker, coordinator, raw_worker, refusal
+from tests.support.coordinator import coordinator, refusal
 from tests.support.peer_workers import (
     MEANS,
     NUM,
@@ -31,45 +24,7 @@ from tests.support.peer_workers import (
     say,
     weights,
 )
-
-
-def ledger(folder) -> list[CommitRecord]:
-    with contextlib.closing(open_folder(folder / "state" / "peers", to_read=True)) as store:
-        return store.commits()
-
-
-async def snapshot_of(worker: RawWorker) -> pb.RunSnapshot:
-    return (await worker.stub.GetRun(pb.GetRunRequest(), timeout=10)).snapshot
-
-
-def reason_of(answer: object) -> str:
-    assert isinstance(answer, grpc.aio.AioRpcError), answer
-    error = error_from(answer)
-    return error.reason if error else str(answer)
-
-
-async def somebody_has_committed(watcher: RawWorker) -> None:
-    async for response in watcher.stub.WatchRun(pb.WatchRunRequest(), timeout=20):
-        if any(worker.committed for worker in response.snapshot.workers):
-            return
-
-
-async def regrouped(workers: Sequence[RawWorker]) -> tuple[list[pb.Regroup], list[pb.Assignment]]:
-    """What each is told when one has died: the group, then an extra lease."""
-    groups = [await heard(worker, "regroup") for worker in workers]
-    return groups, await leases_of(workers)
-
-
-async def star(*workers: RawWorker, **changes: object) -> list[pb.CommitStepResponse]:
-    """Makes a step through the coordinator, with one flat bucket of ones."""
-
-    async def one(worker):
-        lease = worker.assignment
-        nodes = cover(lease.microbatch_start, lease.microbatch_stop, lease.num_microbatches)
-        await worker.reduce([np.ones(70_000, np.float32)] * len(nodes), weights(lease))
-        return await worker.commit(weights(lease), **changes)
-
-    return await asyncio.gather(*(one(worker) for worker in workers))
+from tests.support.regrouping import ledger, reason_of, regrouped, snapshot_of, somebody_has_committed
 
 
 def test_the_group_comes_with_the_lease_and_its_slices_make_the_commit(tmp_path):
@@ -204,117 +159,6 @@ def test_a_reduction_that_failed_for_good_halts_the_run(tmp_path):
     assert "a group that is over" not in log
 
 
-def test_without_an_owner_left_the_coordinator_reduces(tmp_path):
-    async def scenario(address):
-        async with peer_workers(address, "ant", "bee") as (ant, bee):
-            leases = await leases_of((ant, bee))
-            waiting = asyncio.create_task(commit(bee, leases[1].group, leases[1]))
-            await somebody_has_committed(ant)
-            await say(ant, leases[0].group, lost_owners=[ant.worker_id, bee.worker_id])
-            again = await leases_of((ant, bee))
-            (answer,) = await asyncio.gather(waiting, return_exceptions=True)
-            assert reason_of(answer) == "STEP_VOIDED"
-            return again, await star(ant, bee)
-
-    with coordinator(tmp_path, {**RUN, "start_workers": 2}) as process:
-        again, commits = asyncio.run(scenario(process.address))
-        assert "the coordinator reduces: there is no worker that the others can dial" in process.read_log()
-    assert [(lease.attempt, lease.HasField("group")) for lease in again] == [(1, False), (1, False)]
-    assert {(told.attempt, told.total_weight) for told in commits} == {(1, 2 * NUM)}
-
-
-def test_one_that_nobody_can_dial_takes_part_and_owns_nothing(tmp_path):
-    async def scenario(address):
-        async with peer_workers(address, "ant") as (ant,), peer_workers(address, "bee", peer_address="") as (bee,):
-            leases = await leases_of((ant, bee))
-            group = leases[0].group
-            await asyncio.gather(commit(ant, group, leases[0]), commit(bee, group, leases[1]))
-            return group
-
-    with coordinator(tmp_path, {**RUN, "start_workers": 2}) as process:
-        group = asyncio.run(scenario(process.address))
-    assert (names(group), owners(group)) == (["ant", "bee"], ["ant"])
-
-
-def test_a_late_worker_is_left_behind_and_the_others_go_on_without_it(tmp_path):
-    run = {**RUN, "stragglers": {"shortest": "300ms", "longest": "1s"}}
-
-    async def scenario(address):
-        async with peer_workers(address, "ant", "bee", "cat") as (ant, bee, cat):
-            leases = await leases_of((ant, bee, cat))
-            for worker, lease in zip((ant, bee), leases, strict=False):
-                await say(worker, lease.group, contributed_leases=[lease.lease_id])
-            groups, extras = await regrouped((ant, bee))
-            revoked = await heard(cat, "revoked")
-            second = groups[0].group
-            await asyncio.gather(commit(ant, second, leases[0], extras[0]), commit(bee, second, leases[1], extras[1]))
-            following = await heard(cat, "assignment")
-            return second, revoked, leases[2], following
-
-    with coordinator(tmp_path, run) as process:
-        second, revoked, lease, following = asyncio.run(scenario(process.address))
-        assert "the step goes on without cat kept the others waiting" in process.read_log()
-        assert "worker cat was left behind at step 0" in process.read_log()
-    assert names(second) == ["ant", "bee"]
-    assert revoked.lease_id == lease.lease_id
-    assert (following.step, following.microbatch_start) == (1, following.microbatch_stop)
-    assert (names(following.group), owners(following.group)) == (["ant", "bee", "cat"], ["ant", "bee"])
-
-
-def test_nobody_is_late_while_nobody_has_contributed(tmp_path):
-    run = {**RUN, "start_workers": 2, "stragglers": {"shortest": "100ms", "longest": "200ms"}}
-
-    async def scenario(address):
-        async with peer_workers(address, "ant", "bee") as (ant, bee):
-            leases = await leases_of((ant, bee))
-            await asyncio.sleep(1.0)  # Nothing may happen in this time.
-            group = leases[0].group
-            told = await asyncio.gather(commit(ant, group, leases[0]), commit(bee, group, leases[1]))
-            return told, await snapshot_of(ant)
-
-    with coordinator(tmp_path, run) as process:
-        told, snapshot = asyncio.run(scenario(process.address))
-    assert {one.attempt for one in told} == {0}
-    assert snapshot.regroups == 0
-
-
-def test_one_that_says_that_it_is_exchanging_is_not_the_late_one(tmp_path):
-    """Bee can't contribute whole, because the owners wait for cat: it is cat that is left behind."""
-    run = {**RUN, "stragglers": {"shortest": "300ms", "longest": "1s"}}
-
-    async def scenario(address):
-        async with peer_workers(address, "ant", "bee", "cat") as (ant, bee, cat):
-            leases = await leases_of((ant, bee, cat))
-            await say(ant, leases[0].group, contributed_leases=[leases[0].lease_id])
-            await say(bee, leases[1].group, activity="exchanging")
-            groups, _ = await regrouped((ant, bee))
-            return groups[0]
-
-    with coordinator(tmp_path, run) as process:
-        regroup = asyncio.run(scenario(process.address))
-    assert names(regroup.group) == ["ant", "bee"]
-
-
-def test_one_that_has_contributed_and_never_commits_is_left_behind_when_the_others_have(tmp_path):
-    run = {**RUN, "stragglers": {"shortest": "300ms", "longest": "1s"}}
-
-    async def scenario(address):
-        async with peer_workers(address, "ant", "bee", "cat") as (ant, bee, cat):
-            leases = await leases_of((ant, bee, cat))
-            group = leases[0].group
-            for worker, lease in zip((ant, bee, cat), leases, strict=True):
-                await say(worker, group, contributed_leases=[lease.lease_id])
-            early = [asyncio.create_task(commit(w, group, x)) for w, x in zip((ant, bee), leases, strict=False)]
-            groups, _ = await regrouped((ant, bee))
-            answers = await asyncio.gather(*early, return_exceptions=True)
-            return groups[0], [reason_of(answer) for answer in answers]
-
-    with coordinator(tmp_path, run) as process:
-        regroup, reasons = asyncio.run(scenario(process.address))
-    assert names(regroup.group) == ["ant", "bee"]
-    assert reasons == ["ROUND_RESTARTED", "ROUND_RESTARTED"]
-
-
 def test_generations_grow_when_the_coordinator_is_started_again(tmp_path):
     async def group_of(address):
         async with peer_workers(address, "ant", "bee") as workers:
@@ -392,103 +236,6 @@ def test_slices_that_do_not_fit_together_halt_the_run_by_name(tmp_path):
         error, snapshot = asyncio.run(scenario(process.address))
     assert "of flat ant took down (0, 131072), bee took down nothing" in error.message
     assert snapshot.state == pb.RUN_STATE_HALTED
-
-
-def test_an_evaluation_has_no_group(tmp_path):
-    run = {**RUN, "start_workers": 2, "evaluation": {"every_steps": 1}}
-
-    async def scenario(address):
-        async with peer_workers(address, "ant", "bee", num_evaluation_samples=64) as (ant, bee):
-            leases = await leases_of((ant, bee))
-            group = leases[0].group
-            await asyncio.gather(commit(ant, group, leases[0]), commit(bee, group, leases[1]))
-            held_out = await leases_of((ant, bee))
-            await asyncio.gather(*(w.commit(weights(w.assignment), num_buckets=0) for w in (ant, bee)))
-            return held_out, await leases_of((ant, bee))
-
-    with coordinator(tmp_path, run) as process:
-        held_out, following = asyncio.run(scenario(process.address))
-    assert [(x.kind, x.HasField("group")) for x in held_out] == [(pb.STEP_KIND_EVALUATE, False)] * 2
-    assert [(x.kind, x.HasField("group")) for x in following] == [(pb.STEP_KIND_TRAIN, True)] * 2
-
-
-@pytest.mark.parametrize("topology", ["sharded", "torch"])
-@pytest.mark.parametrize(
-    ("fields", "theirs"),
-    [
-        ({"elastic": True}, "star alone"),
-        ({"elastic": False, "topologies": ["sharded", "torch"]}, "one that is not elastic"),
-    ],
-)
-def test_who_takes_no_part_is_refused_and_told_why(tmp_path, topology, fields, theirs):
-    async def scenario(address):
-        async with raw_worker(address, "ant") as ant:
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await ant.join(**fields)
-            return refusal(caught), await ant.join(elastic=True, topologies=["sharded", "torch"])
-
-    with coordinator(tmp_path, {**RUN, "topology": topology}) as process:
-        error, answer = asyncio.run(scenario(process.address))
-    assert (error.reason, error.metadata["field"], error.metadata["worker"]) == ("INCOMPATIBLE", "topologies", theirs)
-    assert answer.topology == topology
-
-
-def test_a_torch_group_names_the_stores_and_its_first_member_takes_everything_down(tmp_path):
-    async def scenario(address):
-        said = {"topologies": ["torch"], "peer_address": "", "store_address": "127.0.0.1:9000"}
-        async with peer_workers(address, "ant", "bee", **said) as (ant, bee):
-            leases = await leases_of((ant, bee))
-            group = leases[0].group
-            return group, await asyncio.gather(commit(ant, group, leases[0]), commit(bee, group, leases[1]))
-
-    with coordinator(tmp_path, {**RUN, "start_workers": 2, "topology": "torch"}) as process:
-        group, commits = asyncio.run(scenario(process.address))
-        assert "depend on who computed what" in process.read_log()
-    assert (group.topology, owners(group)) == ("torch", ["ant", "bee"])
-    assert [member.store_address for member in group.members] == ["127.0.0.1:9000"] * 2
-    assert {told.total_weight for told in commits} == {2 * NUM}
-
-
-def test_auto_measures_the_coordinator_then_lets_the_workers_reduce_and_says_why(tmp_path):
-    run = {**RUN, "start_workers": 2, "topology": "auto", "num_steps": 6, "gradients": "grpc"}
-    times = pb.StepTimes(compute=duration(0.1), exchange=duration(0.4))
-
-    async def scenario(address):
-        found = []
-        async with peer_workers(address, "ant", "bee") as (ant, bee):
-            for _ in range(3):
-                leases = await leases_of((ant, bee))
-                found.append(leases[0].HasField("group"))
-                await star(ant, bee, times=times)
-            leases = await leases_of((ant, bee))
-            found.append(leases[0].HasField("group"))
-            group = leases[0].group
-            await asyncio.gather(commit(ant, group, leases[0]), commit(bee, group, leases[1]))
-        return found
-
-    with coordinator(tmp_path, run) as process:
-        found = asyncio.run(scenario(process.address))
-        said = [line for line in process.read_log().splitlines() if "topology auto" in line]
-    assert found == [False, False, False, True]
-    assert "topology auto: star, because the links are not measured yet" in said[0]
-    assert "topology auto: sharded, because 0.28 MB a step among 2 workers (2 own slices) take max(2 x" in said[1]
-    assert len(said) == 2
-
-
-def test_auto_takes_workers_that_take_no_part_and_reduces_itself(tmp_path):
-    async def scenario(address):
-        async with (
-            peer_workers(address, "ant", topologies=[]) as (ant,),
-            peer_workers(address, "bee") as (bee,),
-        ):
-            leases = await leases_of((ant, bee))
-            return [lease.HasField("group") for lease in leases], await star(ant, bee)
-
-    with coordinator(tmp_path, {**RUN, "start_workers": 2, "topology": "auto"}) as process:
-        found, commits = asyncio.run(scenario(process.address))
-        assert "because ant takes part in no exchange among workers" in process.read_log()
-    assert found == [False, False]
-    assert {told.total_weight for told in commits} == {2 * NUM}
 
 
 def test_flat_mean_is_larger_than_one_segment_for_each_owner():
