@@ -15,6 +15,7 @@ from ayni.messages import (
     shared_memory_message,
     shared_memory_of,
     slice_of,
+    stats_of,
     times_of,
 )
 from ayni.shm.host import SharedMemoryOffer
@@ -140,17 +141,7 @@ def _components(message: tensor_pb2.TensorSpec, which: Bucket) -> tuple[int, ...
 def stats(messages: Sequence[pb.MicrobatchStats]) -> list[MicrobatchStats]:
     """Returns what a worker says of its micro-batches."""
     _limit("microbatches", len(messages), _MAX_MICROBATCHES)
-    return [
-        MicrobatchStats(
-            microbatch=m.microbatch,
-            weight=m.weight,
-            loss_sum=m.loss_sum if m.HasField("loss_sum") else None,
-            num_correct=m.num_correct,
-            num_predictions=m.num_predictions,
-            non_finite=m.non_finite,
-        )
-        for m in messages
-    ]
+    return [stats_of(message) for message in messages]
 
 
 def num_buckets(message: pb.RoundBegin) -> int:

@@ -14,6 +14,7 @@ from ayni.messages import (
     shared_memory_message,
     shared_memory_of,
     slice_message,
+    stats_message,
     times_message,
 )
 from ayni.shm.host import SharedMemoryOffer
@@ -24,7 +25,7 @@ from ayni.v1 import tensor_pb2
 from worker_agent.artifact_names import Artifact
 from worker_agent.assignment_frames import KINDS
 from worker_agent.contributions import Offer
-from worker_agent.session import Commit, MicrobatchStats, Report, ShardAssignment
+from worker_agent.session import Commit, Report, ShardAssignment
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -197,7 +198,7 @@ def begin_frame(worker_id: int, offer: Offer, spec: TensorSpec) -> bytes:
             component_sizes=spec.component_sizes,
             scale_block_elements=scale_block_elements(spec.dtype),
         ),
-        microbatches=[_stats(stats) for stats in offer.microbatches],
+        microbatches=[stats_message(stats) for stats in offer.microbatches],
         num_buckets=offer.num_buckets,
     )
     if bucket.kind == "block":
@@ -221,7 +222,7 @@ def commit_request(worker_id: int, assignment: ShardAssignment, report: Report) 
         lease_id=assignment.lease_id,
         kind=kinds[assignment.kind],
         num_buckets=report.num_buckets,
-        microbatches=[_stats(stats) for stats in report.microbatches],
+        microbatches=[stats_message(stats) for stats in report.microbatches],
         parameters_sha256=report.parameters_sha256,
         times=times_message(report.times),
         following=report.following,
@@ -246,17 +247,6 @@ def commit(message: pb.CommitStepResponse) -> Commit:
         clip_factor=message.clip_factor,
         best=message.best,
         checkpoint_writer=message.checkpoint_writer,
-    )
-
-
-def _stats(stats: MicrobatchStats) -> pb.MicrobatchStats:
-    return pb.MicrobatchStats(
-        microbatch=stats.microbatch,
-        weight=stats.weight,
-        loss_sum=stats.loss_sum,
-        num_correct=stats.num_correct,
-        num_predictions=stats.num_predictions,
-        non_finite=stats.non_finite,
     )
 
 

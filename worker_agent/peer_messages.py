@@ -1,8 +1,7 @@
 """Messages of the exchange among workers to values and back.  [shell]"""
 
 from ayni.errors import BadRequest, TooLarge
-from ayni.messages import bucket_message, bucket_of, dtype_enum, dtype_name
-from ayni.step_values import MicrobatchStats
+from ayni.messages import bucket_message, bucket_of, dtype_enum, dtype_name, stats_message, stats_of
 from ayni.tensors import WIRE_DTYPES, TensorSpec, scale_block_elements
 from ayni.v1 import coordinator_pb2 as pb
 from ayni.v1 import peer_pb2, tensor_pb2
@@ -42,7 +41,7 @@ def begin_frame(offer: SliceOffer) -> bytes:
             component_sizes=offer.spec.component_sizes,
             scale_block_elements=scale_block_elements(offer.spec.dtype),
         ),
-        microbatches=[_stats_message(stats) for stats in offer.stats],
+        microbatches=[stats_message(stats) for stats in offer.stats],
     )
     begin = peer_pb2.SliceBegin(
         round=round_,
@@ -74,7 +73,7 @@ def slice_offer_of(begin: peer_pb2.SliceBegin) -> SliceOffer:
         start=begin.first_element,
         stop=begin.first_element + begin.num_elements,
         takes_mean=begin.takes_mean,
-        stats=tuple(_stats(message) for message in opening.microbatches),
+        stats=tuple(stats_of(message) for message in opening.microbatches),
     )
 
 
@@ -87,28 +86,6 @@ def _spec(message: tensor_pb2.TensorSpec) -> TensorSpec:
     if sizes and sum(sizes) != message.num_elements:
         raise BadRequest(f"components of {sum(sizes)} elements in a tensor of {message.num_elements}", field="tensor")
     return TensorSpec(dtype=name, num_elements=message.num_elements, component_sizes=sizes)
-
-
-def _stats(message: pb.MicrobatchStats) -> MicrobatchStats:
-    return MicrobatchStats(
-        microbatch=message.microbatch,
-        weight=message.weight,
-        loss_sum=message.loss_sum if message.HasField("loss_sum") else None,
-        num_correct=message.num_correct,
-        num_predictions=message.num_predictions,
-        non_finite=message.non_finite,
-    )
-
-
-def _stats_message(stats: MicrobatchStats) -> pb.MicrobatchStats:
-    return pb.MicrobatchStats(
-        microbatch=stats.microbatch,
-        weight=stats.weight,
-        loss_sum=stats.loss_sum,
-        num_correct=stats.num_correct,
-        num_predictions=stats.num_predictions,
-        non_finite=stats.non_finite,
-    )
 
 
 def _limit(field: str, received: int, limit: int) -> None:

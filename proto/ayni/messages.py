@@ -7,7 +7,7 @@ from google.protobuf.duration_pb2 import Duration
 from ayni.buckets import FLAT, NON_BLOCK_COMPONENTS, Bucket
 from ayni.errors import BadRequest
 from ayni.shm.host import HostIdentity, SharedMemoryOffer
-from ayni.step_values import ExchangeGroup, GroupMember, Origin, SliceDigest, StepTimes
+from ayni.step_values import ExchangeGroup, GroupMember, MicrobatchStats, Origin, SliceDigest, StepTimes
 from ayni.v1 import coordinator_pb2 as pb
 from ayni.v1 import tensor_pb2
 
@@ -62,6 +62,30 @@ def origin_message(origin: Origin | None) -> pb.StateOrigin | None:
 def times_message(times: StepTimes) -> pb.StepTimes:
     """Returns where a worker's time went, as a message."""
     return pb.StepTimes(**{part: duration(getattr(times, part)) for part in _PARTS})
+
+
+def stats_message(stats: MicrobatchStats) -> pb.MicrobatchStats:
+    """Returns what is known of a micro-batch, as a message."""
+    return pb.MicrobatchStats(
+        microbatch=stats.microbatch,
+        weight=stats.weight,
+        loss_sum=stats.loss_sum,
+        num_correct=stats.num_correct,
+        num_predictions=stats.num_predictions,
+        non_finite=stats.non_finite,
+    )
+
+
+def stats_of(message: pb.MicrobatchStats) -> MicrobatchStats:
+    """Returns what a worker says of a micro-batch, unchecked."""
+    return MicrobatchStats(
+        microbatch=message.microbatch,
+        weight=message.weight,
+        loss_sum=message.loss_sum if message.HasField("loss_sum") else None,
+        num_correct=message.num_correct,
+        num_predictions=message.num_predictions,
+        non_finite=message.non_finite,
+    )
 
 
 def bucket_message(bucket: Bucket) -> pb.BucketName:

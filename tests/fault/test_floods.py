@@ -28,9 +28,8 @@ SERVICE = "/ayni.v1.CoordinatorService/"
 MOST_GROWTH = 96 << 20
 """Bytes. Calls that wait to be looked at are kept, some kilobytes each, up to a limit."""
 MOST_STREAM_GROWTH = 1200 << 20
-"""Bytes of a thousand streams. gRPC takes what a stream sends into a window of its own, which grows to about 1 MiB where
-the peer is fast, before anybody can refuse it. How many streams get so far before gRPC cuts the connection off is chance.
-"""
+"""Bytes of a thousand streams. gRPC takes what a stream sends into a window of its own, about 1 MiB on a fast link,
+before anybody can refuse it. How many streams get so far before gRPC cuts the connection off is chance."""
 
 GRADIENTS = [np.full(100, value, np.float32) for value in range(5)]
 

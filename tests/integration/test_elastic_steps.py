@@ -20,6 +20,7 @@ from coordinator_service.store import open_folder
 from coordinator_service.store_records import CommitRecord
 from coordinator_service.stored_states import STORED_STATES
 from tests.support.coordinator import RawWorker, coordinator, raw_worker, refusal
+from tests.support.peer_workers import beat
 
 NUM, SIZE = 8, 700_000
 RUN: dict[str, Any] = {
@@ -114,14 +115,6 @@ async def elastic_workers(address: str, *names: str) -> AsyncIterator[list[RawWo
             yield workers
         finally:
             beating.cancel()
-
-
-async def beat(workers: list[RawWorker]) -> None:
-    while True:
-        for worker in workers:
-            with contextlib.suppress(grpc.aio.AioRpcError):
-                await worker.stub.Heartbeat(pb.HeartbeatRequest(worker_id=worker.worker_id), timeout=5)
-        await asyncio.sleep(0.2)
 
 
 def ledger(folder: Path) -> list[CommitRecord]:

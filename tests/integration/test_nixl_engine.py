@@ -15,13 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ayni.blocks.ids import Ids, as_ids
-from ayni.blocks.layouts import Axis, AxisOrder, LayoutHandle, LayoutKind, StorageKind
+from ayni.blocks.ids import as_ids
+from ayni.blocks.layouts import Axis, AxisOrder, LayoutHandle, LayoutKind
 from ayni.blocks.metadata import EngineExport
 from ayni.blocks.transfers import AxisSlice
-from ayni.errors import AyniError, StorageFailed, Unsupported
+from ayni.errors import AyniError, Unsupported
 from tests.support import nixl_peer
 from tests.support.block_peer import HANDLE, blocks_of, config, descriptor, filled
+from tests.support.grpc_pairs import Apart
 from worker_agent.blocks.engine import Move, MoveResult, Ticket
 from worker_agent.blocks.engines import nixl_agent, nixl_descriptors
 from worker_agent.blocks.engines.nixl_engine import NixlEngine
@@ -186,36 +187,6 @@ def test_parts_and_axis_orders(orders, local_kind):
                     assert np.array_equal(after, before), "nothing outside the part changed"
 
     run(test)
-
-
-class Apart:
-    """Memory without addresses, like a disk; some blocks fail."""
-
-    storage = StorageKind.DISK
-
-    def __init__(self, host: HostMemory, broken: frozenset[int] = frozenset()) -> None:
-        self._host, self.geometry, self._broken = host, host.geometry, broken
-
-    def rows(self, part: Part) -> None:
-        return None
-
-    def views(self, block: int, part: Part) -> None:
-        return None
-
-    def read(self, blocks: Ids, part: Part, out: np.ndarray) -> None:
-        self._check(blocks)
-        self._host.read(blocks, part, out)
-
-    def write(self, blocks: Ids, part: Part, data: np.ndarray) -> None:
-        self._check(blocks)
-        self._host.write(blocks, part, data)
-
-    def close(self) -> None:
-        pass
-
-    def _check(self, blocks: Ids) -> None:
-        if broken := self._broken & set(blocks.tolist()):
-            raise StorageFailed(f"block {min(broken)} is broken", place="a disk", detail="broken")
 
 
 def test_local_memory_without_addresses_goes_through_a_buffer_and_failures_are_named(monkeypatch):

@@ -43,7 +43,7 @@ async def peer_workers(address: str, *names: str, **fields: object) -> AsyncIter
                 "peer_address": f"127.0.0.1:{7000 + workers.index(worker)}",
             }
             await worker.join(**{"elastic": True, **said, **fields})
-        beating = asyncio.create_task(_beat(workers))
+        beating = asyncio.create_task(beat(workers))
         for worker in workers:
             worker.open_assignments()
         try:
@@ -52,7 +52,8 @@ async def peer_workers(address: str, *names: str, **fields: object) -> AsyncIter
             beating.cancel()
 
 
-async def _beat(workers: list[RawWorker]) -> None:
+async def beat(workers: list[RawWorker]) -> None:
+    """Heartbeats of all, until it is cancelled."""
     while True:
         for worker in workers:
             with contextlib.suppress(grpc.aio.AioRpcError):
