@@ -311,7 +311,7 @@ def test_an_element_type_that_can_not_be_reduced_is_named_with_those_that_can_on
 ):
     def work(group: AyniProcessGroup, rank: int) -> None:
         tensor = torch.ones(3).to(torch.float8_e4m3fn)
-        words = r"can't reduce float8_e4m3fn by SUM: it takes float32, float64, float16, bfloat16, uint8, .*complex128; conv"
+        words = r"can't reduce float8_e4m3fn by SUM: it takes float32, float64, float16, .*complex128; convert"
         for call in (group.allreduce, group.reduce):
             with pytest.raises(Unsupported, match=words):
                 call([tensor]).wait()
