@@ -1,6 +1,7 @@
 """What a wait that goes on says of itself, at growing intervals."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ def test_a_long_wait_is_spoken_of_at_growing_intervals(
         loop = asyncio.get_running_loop()
         asked, call_later = list[float](), loop.call_later
 
-        def noted(delay, *rest):  # type: ignore[no-untyped-def]
+        def noted(delay: float, *rest: Any) -> asyncio.TimerHandle:
             asked.append(delay)
             return call_later(delay, *rest)
 
