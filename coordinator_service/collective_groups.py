@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass, field
 
-from ayni.errors import IdentityTaken, Incompatible, TooLarge, WorldFull
+from ayni.errors import Deadline, IdentityTaken, Incompatible, TooLarge, WorldFull
 
 MOST_GROUPS = 64
 """Groups at a time."""
+_MOST_NAMED = 8
+"""Ranks that a sentence names."""
 
 
 @dataclass(slots=True, eq=False)
@@ -28,6 +30,24 @@ class Group:
     def missing(self) -> list[int]:
         """Ranks that nobody has."""
         return [rank for rank in range(self.world_size) if rank not in self.processes]
+
+    @property
+    def missing_ranks(self) -> str:
+        """The same in words, such as "ranks 1, 3"."""
+        named = ", ".join(map(str, self.missing[:_MOST_NAMED]))
+        more = len(self.missing) - _MOST_NAMED
+        return f"rank{'s' if len(self.missing) > 1 else ''} {named}" + (f" and {more} more" if more > 0 else "")
+
+    def not_whole(self, seconds: float) -> Deadline:
+        """Returns what its processes are told when the others did not come in so many seconds."""
+        there = ", ".join(f"{self.processes[rank]} (rank {rank})" for rank in sorted(self.processes)[:_MOST_NAMED])
+        return Deadline(
+            f"group {self.name!r} was not whole within {seconds:g} s (timeouts.group in the coordinator's run file): "
+            f"{self.missing_ranks} of {self.world_size} did not come; there are {there}: see how the others ended, and "
+            "start all of them anew",
+            waiting_for=self.missing_ranks,
+            timeout=seconds,
+        )
 
 
 class Groups:
@@ -89,7 +109,12 @@ class Groups:
     def leave(self, group: Group, rank: int) -> None:
         """Takes a process out; the group is forgotten with its last one."""
         group.processes.pop(rank, None)
-        if not group.processes and self._groups.get(group.name) is group:
+        if not group.processes:
+            self.forget(group)
+
+    def forget(self, group: Group) -> None:
+        """Lets nobody else into a group; who comes next opens another one of that name."""
+        if self._groups.get(group.name) is group:
             del self._groups[group.name]
 
     def _new(self, name: str, world_size: int) -> Group:

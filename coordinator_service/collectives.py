@@ -11,7 +11,7 @@ from collections import deque
 import grpc
 
 from ayni import PROTOCOL_VERSION
-from ayni.errors import BadRequest, Deadline, Incompatible, TooLarge
+from ayni.errors import AyniError, BadRequest, Deadline, Incompatible, TooLarge
 from ayni.rpc import Context, peer_of
 from ayni.v1 import collective_pb2 as pb
 from coordinator_service.collective_groups import Group, Groups
@@ -38,6 +38,8 @@ class _Seat:
         self.rank, self.name = rank, name
         self.is_over = False
         """Whether nothing more is sent to it."""
+        self.refusal: AyniError | None = None
+        """What its stream ends with."""
         self._outbox: deque[bytes] = deque()
         self._bytes = 0
         self._mail, self._left = Signal(), Signal()
@@ -76,16 +78,18 @@ class _Seat:
 class CollectiveServicer:
     """Answers the calls of CollectiveService."""
 
-    def __init__(self, most_processes: int, hello_s: float) -> None:
+    def __init__(self, most_processes: int, hello_s: float, whole_s: float) -> None:
         """Serves groups.
 
         Args:
             most_processes: of one group.
             hello_s: longest wait for a stream's first frame.
+            whole_s: longest wait for all processes of a group, from its first one on.
         """
         self._groups = Groups(most_processes)
         self._seats: dict[Group, dict[int, _Seat]] = {}
-        self._hello_s = hello_s
+        self._hello_s, self._whole_s = hello_s, whole_s
+        self._expiries: dict[Group, asyncio.TimerHandle] = {}
 
     async def Exchange(self, _: object, context: Context) -> None:
         """Serves one process until it leaves, or its group is lost."""
@@ -104,6 +108,8 @@ class CollectiveServicer:
         try:
             await asyncio.wait({writing, reading}, return_when=asyncio.FIRST_COMPLETED)
             was_over = seat.is_over
+            if seat.refusal:
+                raise seat.refusal
             has_left = reading.done() and reading.result()
             if has_left:
                 seat.end()
@@ -185,13 +191,27 @@ class CollectiveServicer:
 
     def _note_entry(self, group: Group) -> None:
         if not group.was_whole:
-            missing = ", ".join(map(str, group.missing[:8]))
-            _log.info("group %s waits for %d more of %d processes (rank %s)", group.name, len(group.missing),
-                      group.world_size, missing)  # fmt: skip
+            if group not in self._expiries:
+                self._expiries[group] = asyncio.get_running_loop().call_later(self._whole_s, self._expire, group)
+            _log.info("group %s waits for %d more of %d processes (%s)", group.name, len(group.missing),
+                      group.world_size, group.missing_ranks)  # fmt: skip
             return
+        self._stop_expiry(group)
         _log.info("group %s is whole: %s", group.name, ", ".join(group.names))
         for rank, seat in self._seats[group].items():
             seat.put(pb.ExchangeResponse(welcome=pb.CollectiveWelcome(rank=rank, process_names=group.names)))
+
+    def _expire(self, group: Group) -> None:
+        """Refuses the processes of a group whose others did not come."""
+        _log.warning("%s", group.not_whole(self._whole_s))
+        self._groups.forget(group)
+        for seat in self._seats[group].values():
+            seat.refusal = group.not_whole(self._whole_s)
+            seat.end()
+
+    def _stop_expiry(self, group: Group) -> None:
+        if expiry := self._expiries.pop(group, None):
+            expiry.cancel()
 
     def _vacate(self, group: Group, seat: _Seat, has_left: bool, detail: str, was_over: bool) -> None:
         seats = self._seats[group]
@@ -211,6 +231,7 @@ class CollectiveServicer:
                     other.end()
         self._groups.leave(group, seat.rank)
         if not seats:
+            self._stop_expiry(group)
             del self._seats[group]
 
 

@@ -35,6 +35,8 @@ class Timeouts:
     """How long the run waits for a worker that holds its newest state, before it goes on from a stored one."""
     onboard: timedelta = timedelta(minutes=2)
     """How long a worker may take to get the run's state from another one, before it is offered elsewhere."""
+    group: timedelta = timedelta(minutes=30)
+    """How long the processes of a group of backend "ayni" wait for those that are missing, from the first one on."""
 
     def __post_init__(self) -> None:
         """Checks the ladder."""
@@ -42,7 +44,7 @@ class Timeouts:
         if any(lower >= higher for (_, lower), (_, higher) in pairwise(ladder)):
             steps = " < ".join(f"{name} ({value.total_seconds():g} s)" for name, value in ladder)
             raise ValueError(f"each timeout must be longer than the one before it: {steps}")
-        positive = ("heartbeat_interval", "drain", "store", "shutdown", "comeback", "rejoin", "onboard")
+        positive = ("heartbeat_interval", "drain", "store", "shutdown", "comeback", "rejoin", "onboard", "group")
         if short := [name for name in positive if getattr(self, name) <= timedelta(0)]:
             raise ValueError(f"{', '.join(short)} must be longer than 0 s")
 

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ayni.endpoints import Address, parse_address
-from ayni.process import DONE, FAILED, load_yaml
+from ayni.process import DONE, FAILED, WRONG_USE, load_yaml
+from ayni.settings import SettingsError
 from worker_agent.config import WorkerConfig
 
 _log = logging.getLogger(__name__)
@@ -79,7 +80,7 @@ def with_coordinator(config: BesideConfig, work: Callable[[], int]) -> int:
 
     Raises:
         ChildProcessError: the coordinator did not start. It has said why.
-        SettingsError: the run file can't be read.
+        SettingsError: the run file can't be read, or the coordinator ended because of wrong use. It has said why.
     """
     process = _start_patiently(config)
     code = FAILED
@@ -147,10 +148,11 @@ def _start(config: BesideConfig) -> "subprocess.Popen[str]":
     process.stdout.close()
     if not line.startswith("listening on "):
         code = _end(process, _SIGNAL_SECONDS)
-        raise ChildProcessError(
+        sentence = (
             f"the coordinator of run file {config.run}, which had to be started here, did not listen "
             f"within {_START_SECONDS:.0f} s or ended, with code {code}; what it said is above"
         )
+        raise SettingsError(sentence) if code == WRONG_USE else ChildProcessError(sentence)
     _log.info("started the coordinator beside this process: process %d, %s", process.pid, line.strip())
     return process
 

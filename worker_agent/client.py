@@ -313,6 +313,7 @@ async def _join(config: ClientConfig, gpu_count: int, backend: str, rounds: Slic
         completed_steps=config.completed_steps,
         origin=config.origin,
         parameters_sha256=config.parameters_sha256,
+        lost_advice=config.lost_advice,
         vectors=SharedVectors(is_wanted=config.gradients == "auto"),
     )
     patience = Patience(exchange=config.exchange_timeout, rejoin=config.rejoin_timeout)

@@ -5,6 +5,7 @@ from datetime import timedelta
 
 from ayni.endpoints import ClientTls, Keepalive, ServerTls
 from ayni.step_values import Origin
+from worker_agent.faults import START_AGAIN
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,6 +81,8 @@ class ClientConfig:
     store_listen: str = ""
     """Host, without a port, at which to open a store where groups of torch.distributed find one another, in a run of
     topology "torch". Empty: none, and no part in such a run."""
+    lost_advice: str = START_AGAIN
+    """What `CoordinatorLost` tells people to do."""
     gradients: str = "auto"
     """How gradients travel: "auto" through memory shared with the coordinator, or the workers that reduce slices, where
     they run on this host, as the same user; "grpc" always over gRPC."""

@@ -3,6 +3,9 @@
 A verdict of the coordinator is an `ayni.errors.AyniError`. These are the rest.
 """
 
+START_AGAIN = "start this worker again when the coordinator is back"
+"""What helps a worker that can come back to a run."""
+
 
 class TransportBroken(ConnectionError):
     """One call ended with a status that no Ayni service gives: the stream broke, and nobody decided anything.

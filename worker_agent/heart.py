@@ -83,7 +83,7 @@ class Heart:
         silence = _now() - self.last_heard
         return CoordinatorLost(
             f"the coordinator at {self._coordinator.address} is gone (last heard of {silence:.1f} s ago): {reason}; "
-            "start this worker again when the coordinator is back"
+            f"{self._standing.lost_advice}"
         )
 
     def heard(self) -> None:

@@ -103,6 +103,7 @@ class HostPeers:
             self._told = count
             _log.info("slices that %d other workers reduce go through memory that is shared with them", count)
         self.regions.enter({member.worker_id for member in group.members})
+        self.vectors.regroup()
         self._keep({member.shared_memory for member in group.members})
 
     def close(self) -> None:

@@ -12,12 +12,13 @@ Frames are those of `PeerService.ReduceSlice`. What was lent is lent for one con
 
 import asyncio
 import enum
+import os
 import socket
 import struct
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from ayni.errors import AyniError, BadRequest, PeerLost, TooLarge
+from ayni.errors import AyniError, BadRequest, PeerLost, TooLarge, Unsupported
 from ayni.shm.json_messages import MAX_MESSAGE_BYTES
 from ayni.shm.region_messages import Lend, decode_request, encode_request
 from ayni.shm.regions import Region
@@ -128,26 +129,43 @@ class HostStream:
         self._offered.clear()
 
     async def send(self, kind: Kind, content: bytes = b"", fds: Sequence[int] = ()) -> None:
-        """Has a message leave, soon; waits while the other side reads nothing. Raises PeerLost where it is gone."""
+        """Has a message leave, soon; waits while the other side reads nothing.
+
+        Descriptors are copied before this waits for anything: the caller may close its own at once.
+
+        Raises:
+            PeerLost: the other side is gone.
+            Unsupported: this process has too many descriptors, or one is none any more.
+        """
         assert len(content) <= MOST_BYTES, f"a message of {len(content)} bytes"
-        while len(self._unsent) >= _MOST_UNSENT and not self._end:
-            await self._change.wait()
-        if self._end:
-            raise self._lost()
+        copies = self._copies(fds)
+        try:
+            while len(self._unsent) >= _MOST_UNSENT and not self._end:
+                await self._change.wait()
+            if self._end:
+                raise self._lost()
+        except BaseException:
+            close_all(copies)
+            raise
         if not self._unsent or not self._unsent[-1].takes(_HEAD.size + len(content)):
             self._unsent.append(_Packet())
         packet = self._unsent[-1]
         packet.data += _HEAD.pack(kind, len(content)) + content
-        packet.fds += fds
+        packet.fds += copies
         if not self._is_flushing:
             self._is_flushing = True
             self._loop.call_soon(self._flush)
 
     async def lend(self, region: Region) -> None:
         """Lets the other side have a region of this process, once."""
-        if region.id not in self._lent:
-            self._lent.add(region.id)
+        if region.id in self._lent:
+            return
+        self._lent.add(region.id)
+        try:
             await self.send(Kind.LEND, encode_request(Lend(region=region.id, size=region.size)), [region.fd])
+        except BaseException:
+            self._lent.discard(region.id)
+            raise
 
     def close(self, why: str = "it was closed by this worker") -> None:
         """Ends the connection; who waits is told. A second call does nothing."""
@@ -160,10 +178,25 @@ class HostStream:
         self._connection.close()
         close_all([fd for _, _, fd in self._came if fd >= 0])
         self._came.clear()
+        for packet in self._unsent:
+            close_all(packet.fds)
         self._unsent.clear()
         self.forget_lent()
         self._change.announce()
         self.on_end()
+
+    def _copies(self, fds: Sequence[int]) -> list[int]:
+        """Returns copies of descriptors: a number may be another file's by the time it is sent."""
+        copies: list[int] = []
+        try:
+            for fd in fds:
+                copies.append(os.dup(fd))
+        except OSError as error:
+            close_all(copies)
+            detail = error.strerror or str(error)
+            sentence = f"memory can't be lent to {self._peer}: {detail}"
+            raise Unsupported(sentence, field="gradients", detail=detail) from error
+        return copies
 
     def _take(self, content: bytes, fd: int) -> None:
         """Takes what the other side lends."""
@@ -226,7 +259,7 @@ class HostStream:
             except OSError as error:
                 self._finish(error.strerror or str(error))
                 return
-            self._unsent.popleft()
+            close_all(self._unsent.popleft().fds)
         if not self._unsent and not self._end:
             self._is_flushing = False
             self._loop.remove_writer(self._connection)

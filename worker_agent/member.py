@@ -363,8 +363,6 @@ class Member:
 
     def _take(self, frame: Frame) -> None:
         if isinstance(frame, ShardAssignment):
-            if not frame.extra:
-                self.news.waiting_for = f"step {frame.step} attempt {frame.attempt} is in progress"
             self._groups.told(frame)
             self.news.assign(frame)
         elif isinstance(frame, Regroup):
@@ -377,7 +375,7 @@ class Member:
         elif isinstance(frame, StateOffer):
             self._on_offer(frame)
         elif isinstance(frame, Waiting):
-            self.news.waiting_for = frame.reason
+            self.news.wait(frame.reason)
             self._changes.log_if_changed("waiting", frame.reason)
         else:
             self._end(frame)

@@ -19,6 +19,8 @@ class News:
         """Starts with nothing said."""
         self.waiting_for = "the first assignment"
         """Why there is nothing to do, in the coordinator's words."""
+        self.is_idle = True
+        """Whether no step is in progress, as far as the coordinator has said."""
         self.ending: Shutdown | Exception | None = None
         self.change = Change()
         """Announced whenever there is more."""
@@ -29,11 +31,19 @@ class News:
     def assign(self, assignment: ShardAssignment) -> None:
         """Notes a new lease; an extra one only if it belongs to the attempt of the newest."""
         if not assignment.extra:
+            self.waiting_for, self.is_idle = (
+                f"step {assignment.step} attempt {assignment.attempt} is in progress",
+                False,
+            )
             self._assignment, self._taken = assignment, False
             self._extras.clear()
         elif self._assignment and is_same_attempt(assignment, self._assignment):
             self._extras.append(assignment)
         self.change.announce()
+
+    def wait(self, reason: str) -> None:
+        """Notes that there is nothing to do, and why."""
+        self.waiting_for, self.is_idle = reason, True
 
     def revoke(self, lease_id: int) -> None:
         """Drops a lease that was not taken yet."""

@@ -23,6 +23,7 @@ from worker_agent.member import Member
 from worker_agent.messages import FailedOffer
 from worker_agent.news import voided
 from worker_agent.rejoining import Fate, Patience, Rejoining
+from worker_agent.reminders import reminders
 from worker_agent.session import Commit, Report, ShardAssignment, Woken
 from worker_agent.standing import Standing
 
@@ -132,7 +133,8 @@ class Presence:
                 return await self._next()
         taking, waking = asyncio.create_task(self._next()), asyncio.create_task(self._woken.wait())
         try:
-            await asyncio.wait({taking, waking}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            with reminders(self._idle_reason):
+                await asyncio.wait({taking, waking}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             if taking.done():
                 return taking.result()
             if not self._woken.is_set():
@@ -223,6 +225,11 @@ class Presence:
                 if assignment and assignment.discard_state:
                     self.progress(0)
                 return assignment
+
+    def _idle_reason(self) -> str:
+        """Returns what all wait for; empty while a step is made."""
+        news = self.member.news
+        return news.waiting_for if news.is_idle and not news.ending else ""
 
     async def _keep(self) -> None:
         """Comes back, each time that the membership is lost."""

@@ -31,7 +31,7 @@ from worker_agent.assignment_frames import StateOffer
 from worker_agent.backoff import delays
 from worker_agent.contact import first_contact
 from worker_agent.coordinator import Coordinator
-from worker_agent.faults import CoordinatorLost, TransportBroken
+from worker_agent.faults import START_AGAIN, CoordinatorLost, TransportBroken
 from worker_agent.member import Member
 from worker_agent.messages import NO_FAILURE, JoinFacts, Membership
 from worker_agent.news import voided
@@ -220,7 +220,7 @@ class Rejoining:
 
 
 def _without_advice(error: Exception) -> str:
-    return str(error).removesuffix("; start this worker again when the coordinator is back")
+    return str(error).removesuffix(f"; {START_AGAIN}")
 
 
 def _now() -> float:

@@ -10,7 +10,9 @@ Belongs to the event loop, except for `SharedVectors`, which any thread may use.
 """
 
 import asyncio
+import contextlib
 import logging
+import threading
 from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Protocol
@@ -30,6 +32,8 @@ from worker_agent.shared_regions import SharedRegions
 _log = logging.getLogger(__name__)
 
 _CONNECT_S = 10.0
+_IDLE_GROUPS = 3
+"""Exchange groups after which a copy's region is let go that none of them has used, as its readers do."""
 
 
 class SharedVectors:
@@ -40,6 +44,11 @@ class SharedVectors:
         self.is_wanted = is_wanted and can_share()
         self.regions = Regions()
         self._staging: dict[int, list[Region]] = {}
+        """Regions that nobody uses, by size."""
+        self._used: dict[int, int] = {}
+        """Exchange group in which each of them was used last, by region."""
+        self._group = 0
+        self._lock = threading.Lock()
 
     def new(self, num_elements: int) -> Vector:
         """Returns a vector of zeros, shape [num_elements]; ordinary memory where no other can be had."""
@@ -91,7 +100,29 @@ class SharedVectors:
     def unstage(self, region: Region) -> None:
         """Takes a region back, whose copy nobody needs any more."""
         region.renew()
-        self._staging.setdefault(region.size, []).append(region)
+        with self._lock:
+            self._used[region.id] = self._group
+            self._staging.setdefault(region.size, []).append(region)
+
+    def regroup(self) -> None:
+        """Notes that another exchange group is in force: lets go of copies' regions that the last ones did not need.
+
+        Slices of another group are of other sizes. What the coordinator was lent stays: it is of a bucket's size, and
+        has to be withdrawn first.
+        """
+        with self._lock:
+            self._group += 1
+            for free in self._staging.values():
+                for region in [one for one in free if not one.is_kept and self._is_idle(one)]:
+                    # A thread that stages may have taken it just now.
+                    with contextlib.suppress(ValueError):
+                        free.remove(region)
+                        del self._used[region.id]
+                        self.regions.free(region)
+            self._staging = {size: free for size, free in self._staging.items() if free}
+
+    def _is_idle(self, region: Region) -> bool:
+        return self._group - self._used[region.id] > _IDLE_GROUPS
 
 
 class SameHost:

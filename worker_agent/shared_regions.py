@@ -84,6 +84,7 @@ class SharedRegions:
             PeerLost, Deadline: it is gone.
         """
         assert self.ours.get(region.id) is region, "a region is lent that was freed, or is another's"
+        region.is_kept = True
         await self._once(self._lent, region.id, lambda: self._lend(region))
 
     async def withdraw(self, region: Region) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from ayni.step_values import Origin
 from worker_agent.changes import Change
 from worker_agent.exchange import Traffic
+from worker_agent.faults import START_AGAIN
 from worker_agent.group_exchange import Peers
 from worker_agent.messages import NO_FAILURE, FailedOffer, SignOfLife
 from worker_agent.same_host import SharedVectors
@@ -22,6 +23,8 @@ class Standing:
     worker_name: str = ""
     elastic: bool = False
     """Whether it takes extra leases, contributes again when told, and comes back when it was lost."""
+    lost_advice: str = START_AGAIN
+    """What to do once the coordinator is gone."""
     completed_steps: int = 0
     """Updates that its parameters have had, or are about to have: a commit that is here counts."""
     origin: Origin | None = None

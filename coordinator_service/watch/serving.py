@@ -10,6 +10,7 @@ from typing import Any
 
 from ayni.credentials import server_context
 from ayni.endpoints import Address, check_listening_in_clear, parse_address
+from ayni.servers import unbound
 from ayni.settings import SettingsError
 from coordinator_service import status
 from coordinator_service.run import Run
@@ -90,7 +91,11 @@ async def _served(
         return http() if len(http.connections) < _MOST_CONNECTIONS else _TurnedAway()
 
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(accept, address.host, address.port, ssl=context)
+    try:
+        server = await loop.create_server(accept, address.host, address.port, ssl=context)
+    except OSError as error:
+        await runner.cleanup()
+        raise OSError(f"--dashboard: {unbound(address, error)}") from error
     try:
         yield server.sockets[0].getsockname()[1]
     finally:

@@ -191,5 +191,14 @@ def _why_unbound(address: Address) -> str:
             probe.listen()
         why = "gRPC could not bind it"
     except OSError as error:
-        why = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
+        return unbound(address, error)
+    return _unbound(address, why)
+
+
+def unbound(address: Address, error: OSError) -> str:
+    """Returns the sentence that says why nothing can listen at an address."""
+    return _unbound(address, os.strerror(error.errno) if error.errno and error.errno > 0 else str(error))
+
+
+def _unbound(address: Address, why: str) -> str:
     return f"can't listen on {address}: {why}; stop the other process or choose another port (port 0 takes a free one)"

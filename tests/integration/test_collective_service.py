@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -193,3 +194,31 @@ def test_a_sender_waits_for_one_that_does_not_read(server: CoordinatorProcess):
             await writing
 
     asyncio.run(talk())
+
+
+def test_a_group_that_does_not_become_whole_is_refused_with_the_missing_ranks(tmp_path: Path):
+    # Three of four come, one of them leaves again; the name is free for another group at once.
+    run = {**OWN, "timeouts": {**OWN["timeouts"], "group": "1500ms"}}
+
+    async def talk(running: CoordinatorProcess) -> None:
+        async with stream(running) as one, stream(running) as other, stream(running) as third:
+            await say(one, hello("part", 4, rank=0, process_name="ant"))
+            await say(other, hello("part", 4, rank=2, process_name="bee"))
+            await say(third, hello("part", 4, rank=3, process_name="cat"))
+            await say(third, pb.ExchangeRequest(bye=pb.CollectiveBye()))
+            for found in await asyncio.gather(refusal(one), refusal(other)):
+                assert isinstance(found, Deadline), found
+                assert "ranks 1, 3 of 4 did not come; there are ant (rank 0), bee (rank 2)" in str(found)
+                assert found.metadata["waiting_for"] == "ranks 1, 3"
+        async with stream(running) as one, stream(running) as other:
+            await say(one, hello("part", 2, rank=0))
+            await say(other, hello("part", 2, rank=1))
+            assert (await hear(one)).HasField("welcome")
+            # A group that was whole in time goes on for as long as it likes.
+            await asyncio.sleep(1.7)
+            await say(one, message([1]))
+            assert (await hear(other)).HasField("welcome")
+            assert (await hear(other)).delivery.sender == 0
+
+    with coordinator(tmp_path, run) as running:
+        asyncio.run(asyncio.wait_for(talk(running), 30))

@@ -119,6 +119,17 @@ def test_port_in_use_is_said(tmp_path):
     assert "Address already in use" in result.stderr
 
 
+def test_a_port_of_the_dashboard_that_is_in_use_is_said_with_its_flag(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        result = command("--state-dir", str(tmp_path), "--dashboard", address)
+    assert result.returncode == 1
+    assert f"--dashboard: can't listen on {address}: Address already in use; stop the other process" in result.stderr
+    assert "Errno" not in result.stderr
+
+
 def test_missing_artifacts_and_links_that_lead_out_are_refused(tmp_path):
     result = command("--state-dir", str(tmp_path / "s"), "--artifacts", str(tmp_path / "none"))
     assert (result.returncode, "is not a folder" in result.stderr) == (2, True)

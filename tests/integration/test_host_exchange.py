@@ -80,6 +80,24 @@ def test_attempts_follow_one_another_over_the_same_connections_and_memory():
     run(scenario())
 
 
+def test_groups_whose_slices_are_of_other_sizes_do_not_pile_up_copies():
+    async def scenario() -> None:
+        async with near_nodes(3) as made:
+            copies = []
+            for generation in range(1, 16):
+                size = SEGMENT + 300 * generation
+                for one in made:
+                    one.exchange.regroup(terms(made, one.number, NUM, "int8", generation=generation))
+                offers = [(one, brought(one, SHARES[3][one.number], size, NUM)) for one in made]
+                await reduce_all(offers)
+                mean, _, _ = star(size, SHARES[3], "int8")
+                assert all(what.offer.out.tobytes() == mean for _, what in offers)
+                copies.append(sum(len(free) for one in made for free in one.vectors._staging.values()))
+            assert copies[-1] <= 5 * copies[0]
+
+    run(scenario())
+
+
 def test_a_contribution_that_was_given_up_reaches_no_mean():
     """Its region's generation says so, even while its stream looks alive."""
 

@@ -29,6 +29,7 @@ from tests.support.joined_runs import (
     side_by_side,
     small_model,
 )
+from worker_agent.faults import CoordinatorLost
 from worker_agent.integrations import JoinedRun, ddp_hook, join
 from worker_agent.integrations.averaging import Averaging
 
@@ -466,3 +467,36 @@ print("made", flush=True)
 def test_a_program_that_has_joined_may_fork_to_load_its_data(tmp_path: Path):
     with coordinator(tmp_path, OWN) as server, programs([["-c", FORKING]], [settings(server, "w0")]) as started:
         assert outputs(started) == ["made\n"]
+
+
+WAITS = """
+import logging, sys, torch
+from datetime import timedelta
+from worker_agent import reminders
+from worker_agent.integrations import join
+reminders.FIRST_S = 0.3
+try:
+    join(torch.nn.Linear(4, 2), wait=timedelta(seconds=2))
+except Exception as error:
+    print(type(error).__name__)
+"""
+
+
+def test_who_waits_for_one_that_could_not_join_says_so_without_any_set_up_of_logging(two: CoordinatorProcess):
+    # The other one is refused before it is a member: it has no coordinator to go to.
+    with pytest.raises(SettingsError, match="AYNI_COORDINATOR is not set"):
+        join(small_model(), environ={"AYNI_TOKEN": "x" * 20})
+    with programs([["-c", WAITS]], [settings(two, "ant")]) as started:
+        [text] = outputs(started)
+    assert "s now: waiting for 1 more worker (1 of 2)" in text
+    assert text.endswith("Deadline\n")
+
+
+def test_a_lost_coordinator_is_told_with_what_helps_a_program_of_ones_own(two: CoordinatorProcess):
+    timer = threading.Timer(1.0, two.process.kill)
+    timer.start()
+    with pytest.raises(
+        CoordinatorLost, match=r"start all of the run's programs again, and the coordinator with another"
+    ):
+        joined(two, small_model(), "ant")
+    timer.join()

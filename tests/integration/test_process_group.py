@@ -304,3 +304,26 @@ def test_init_process_group_trains_ddp_and_fsdp2_as_gloo_does(server: Coordinato
         assert saved[name].keys() == saved["gloo-0"].keys()
         for key, value in saved[name].items():
             assert value.equal(saved["gloo-0"][key]), (name, key)
+
+
+def test_an_element_type_that_can_not_be_reduced_is_named_with_those_that_can_on_all_ranks(
+    three: list[AyniProcessGroup],
+):
+    def work(group: AyniProcessGroup, rank: int) -> None:
+        tensor = torch.ones(3).to(torch.float8_e4m3fn)
+        words = r"can't reduce float8_e4m3fn by SUM: it takes float32, float64, float16, .*complex128; convert"
+        for call in (group.allreduce, group.reduce):
+            with pytest.raises(Unsupported, match=words):
+                call([tensor]).wait()
+        with pytest.raises(Unsupported, match=words):
+            group.reduce_scatter([tensor], [[tensor] * 3]).wait()
+        with pytest.raises(
+            Unsupported, match="can't reduce float32 by BAND: it takes uint8, int8, int16, int32, int64, bool"
+        ):
+            group.allreduce([torch.ones(1)], reducing(ReduceOp.BAND)).wait()
+        # Bytes that nobody adds travel as they are.
+        sent = torch.full((2,), float(rank)).to(torch.float8_e5m2)
+        group.broadcast([sent]).wait()
+        assert sent.view(torch.uint8).sum() == 0
+
+    on_all(three, work)

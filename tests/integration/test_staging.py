@@ -1,6 +1,7 @@
 """Gradients that are put into shared regions on several threads, and contributions that are given up meanwhile."""
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from ayni import tensors
 from ayni.errors import StorageFailed
 from ayni.shm.regions import Region
 from worker_agent.same_host import SharedParts, SharedVectors
+from worker_agent.shared_regions import SharedRegions
 
 CHUNK_BYTES = 1 << 16
 SIZE = 20_001
@@ -183,3 +185,84 @@ def test_where_there_is_no_memory_gradients_have_to_be_sent(monkeypatch):
         parts.close()
 
     asyncio.run(main())
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_regions_of_sizes_that_no_group_uses_any_more_are_let_go_but_none_in_use():
+    vectors = SharedVectors()
+    used = vectors.stage(vector(1, 500), "float32", CHUNK_BYTES)
+    again = vectors.stage(vector(2, 600), "float32", CHUNK_BYTES)
+    vectors.unstage(again)
+    counts = []
+    for group in range(20):
+        vectors.regroup()
+        for seed in range(3):
+            vectors.unstage(vectors.stage(vector(seed, 1000 + group), "float32", CHUNK_BYTES))
+        if group % 3 == 0:
+            found = vectors.stage(vector(3, 600), "float32", CHUNK_BYTES)
+            assert found is again
+            vectors.unstage(found)
+        counts.append((descriptors(), vectors.regions.total_bytes))
+    assert counts[-1][0] == counts[-10][0]
+    assert counts[-1][1] - counts[-10][1] == 4 * (9 * 4)
+    assert vectors.regions.get(used.id) is used
+    assert used.bytes.tobytes() == vector(1, 500).tobytes()
+    assert os.fstat(used.fd).st_size >= used.size
+    vectors.unstage(used)
+    for _ in range(4):
+        vectors.regroup()
+    assert vectors._staging == {}
+    assert vectors.regions.total_bytes == 0
+
+
+def test_what_the_coordinator_was_lent_stays():
+    async def main() -> None:
+        vectors = SharedVectors()
+
+        class Calls:
+            def check_open(self) -> None: ...
+
+            async def ask(self, *_: Any) -> None: ...
+
+        shared = SharedRegions(Calls(), vectors.regions)  # type: ignore[arg-type]
+        parts = SharedParts(shared, vectors)
+        assert await parts.place({0: vector(1)}, "int8", CHUNK_BYTES)
+        parts.close()
+        (region,) = free_of(vectors, "int8")
+        for _ in range(10):
+            vectors.regroup()
+        assert free_of(vectors, "int8") == [region]
+        assert vectors.regions.get(region.id) is region
+
+    asyncio.run(main())
+
+
+def test_regions_are_let_go_while_threads_stage():
+    vectors, over = SharedVectors(), threading.Event()
+
+    def work(number: int) -> None:
+        for round_ in range(60):
+            values = vector(number, 300 + round_ // 10)
+            region = vectors.stage(values, "float32", CHUNK_BYTES)
+            assert vectors.regions.get(region.id) is region
+            assert region.bytes.tobytes() == values.tobytes()
+            assert os.fstat(region.fd).st_size >= region.size
+            vectors.unstage(region)
+
+    def let_go() -> None:
+        while not over.is_set():
+            vectors.regroup()
+
+    with ThreadPoolExecutor(5) as threads:
+        letting_go = threads.submit(let_go)
+        try:
+            list(threads.map(work, range(4)))
+        finally:
+            over.set()
+        letting_go.result()
+    for _ in range(4):
+        vectors.regroup()
+    assert vectors.regions.total_bytes == 0

@@ -23,7 +23,7 @@ def test_rank_0_starts_the_coordinator_and_a_finished_run_is_not_begun_again(pla
         assert where.final_parameters() == plain
         assert "taken from the environment" not in said
         assert not where.processes()
-        said = finish(where, *explicit(where), code=1)
+        said = finish(where, *explicit(where), code=2)
         assert "run 'toy' in" in said
         assert "is finished, after 40 steps" in said
         assert "the coordinator of run file" in said.splitlines()[-1]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ayni.errors import IdentityTaken, Incompatible, TooLarge, WorldFull
+from ayni.errors import Deadline, IdentityTaken, Incompatible, TooLarge, WorldFull
 from coordinator_service.collective_groups import MOST_GROUPS, Groups
 
 
@@ -57,3 +57,22 @@ def test_there_are_only_so_many_groups():
         groups.enter(str(number), 2, None, "a")
     with pytest.raises(TooLarge, match="groups already"):
         groups.enter("one more", 2, None, "a")
+
+
+def test_a_group_that_does_not_become_whole_says_who_is_missing_and_lets_nobody_else_in():
+    groups = Groups(64)
+    group, _ = groups.enter("g", 4, 2, "c")
+    groups.enter("g", 4, 0, "a")
+    error = group.not_whole(90)
+    assert isinstance(error, Deadline)
+    assert "not whole within 90 s" in str(error)
+    assert "ranks 1, 3 of 4 did not come; there are a (rank 0), c (rank 2)" in str(error)
+    assert error.metadata["waiting_for"] == "ranks 1, 3"
+    groups.forget(group)
+    other, rank = groups.enter("g", 4, 2, "anew")
+    assert (other is group, rank) == (False, 2)
+    groups.leave(group, 2)
+    groups.leave(group, 0)
+    assert groups.enter("g", 4, 0, "another")[0] is other
+    many, _ = groups.enter("many", 20, 0, "a")
+    assert "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 11 more of 20" in str(many.not_whole(1))

@@ -20,12 +20,15 @@ from worker_agent.client_config import ClientConfig
 from worker_agent.coordinator import verdict
 from worker_agent.faults import CoordinatorLost, CoordinatorUnreachable
 from worker_agent.integrations.mailbox import Mailbox, Message
+from worker_agent.reminders import reminders
 
 SERVICE = pb.DESCRIPTOR.services_by_name["CollectiveService"].full_name
 
 _PART_BYTES = 1 << 20
 _GOODBYE_S = 5.0
 _MOST_WAITING_BYTES = 4 << 30
+
+_ANEW = "start all processes of the group again when the coordinator is back"
 
 _log = logging.getLogger(__name__)
 
@@ -88,11 +91,15 @@ class CollectiveStream:
             ) from None
         call = channel.stream_stream(f"/{SERVICE}/Exchange")()
         try:
+            waiting = f"waiting for all {hello.world_size} processes of group {hello.group!r} at {config.coordinator}"
             async with asyncio.timeout(within):
                 await call.write(pb.ExchangeRequest(hello=hello).SerializeToString())
-                data = await call.read()
+                with reminders(lambda: waiting):
+                    data = await call.read()
             if data is aio.EOF:
-                raise CoordinatorLost(f"the coordinator at {config.coordinator} ended the group before it was whole")
+                raise CoordinatorLost(
+                    f"the coordinator at {config.coordinator} ended the group before it was whole; {_ANEW}"
+                )
             return cls(channel, call, pb.ExchangeResponse.FromString(data).welcome, config.coordinator)
         except TimeoutError:
             await channel.close()
@@ -176,7 +183,9 @@ class CollectiveStream:
         try:
             while (data := await self._call.read()) is not aio.EOF:
                 self._take(pb.ExchangeResponse.FromString(data))
-            self.mailbox.fail(CoordinatorLost(f"the coordinator at {self._address} ended the stream of the group"))
+            self.mailbox.fail(
+                CoordinatorLost(f"the coordinator at {self._address} ended the stream of the group; {_ANEW}")
+            )
         except aio.AioRpcError as error:
             self.mailbox.fail(verdict(error, "Exchange", self._address))
         except AyniError as error:

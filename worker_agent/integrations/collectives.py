@@ -11,32 +11,20 @@ Legend: n ranks, E elements.
 import hashlib
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ReduceOp
 
 from ayni.errors import Deadline, Unsupported
 from worker_agent.integrations.collective_stream import CollectiveStream
+from worker_agent.integrations.combining import check_reducible, combined
 from worker_agent.integrations.mailbox import Message
 
 _SMALL_BYTES = 64 << 10
-_NARROW = (torch.float16, torch.bfloat16)
-
-_PAIRWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "SUM": Tensor.add_,
-    "AVG": Tensor.add_,
-    "PRODUCT": Tensor.mul_,
-    "MIN": lambda a, b: torch.minimum(a, b, out=a),
-    "MAX": lambda a, b: torch.maximum(a, b, out=a),
-    "BAND": Tensor.bitwise_and_,
-    "BOR": Tensor.bitwise_or_,
-    "BXOR": Tensor.bitwise_xor_,
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +61,7 @@ class Collectives:
 
     def reduced(self, call: Call, tensor: Tensor, op: Any) -> Tensor:
         """Returns the reduction over all ranks, of the tensor's shape."""
+        check_reducible(tensor.dtype, op)
         flat_E = _flat(tensor)
         if self.size <= 2 or flat_E.nbytes <= _SMALL_BYTES:
             return combined(self.gathered(call, flat_E), op).view(tensor.shape)
@@ -82,6 +71,7 @@ class Collectives:
 
     def reduced_slice(self, call: Call, inputs: Sequence[Tensor], op: Any) -> Tensor:
         """Returns the reduction of the input that has this rank's number."""
+        check_reducible(inputs[self.rank].dtype, op)
         flats = [_flat(tensor) for tensor in inputs]
         own = flats[self.rank]
         return combined(self.exchanged(call, flats, [own] * self.size), op).view(inputs[self.rank].shape)
@@ -200,20 +190,11 @@ def _flat(tensor: Tensor) -> Tensor:
             field="layout",
             detail=str(tensor.layout),
         )
+    if tensor.is_quantized:
+        raise Unsupported(
+            f"a quantized tensor ({tensor.dtype}) can't be sent by backend ayni: its scale would be lost; send its "
+            "int_repr() and its scale, or dequantize() it",
+            field="dtype",
+            detail=str(tensor.dtype),
+        )
     return tensor.detach().to("cpu").contiguous().reshape(-1)
-
-
-def combined(parts: Sequence[Tensor], op: Any) -> Tensor:
-    """Reduces the ranks' tensors, in the order of ranks."""
-    name = next((known for known in _PAIRWISE if op == getattr(ReduceOp, known)), str(op))
-    pairwise = _PAIRWISE.get(name)
-    dtype = parts[0].dtype
-    if pairwise is None or (name == "AVG" and not dtype.is_floating_point):
-        raise Unsupported(f"backend ayni can't reduce {dtype} by {name}", field="op", detail=name)
-    wide = torch.float32 if dtype in _NARROW else dtype
-    total = parts[0].to(wide, copy=True)
-    for part in parts[1:]:
-        pairwise(total, part.to(wide))
-    if name == "AVG":
-        total.div_(len(parts))
-    return total.to(dtype)

@@ -33,6 +33,11 @@ from worker_agent.integrations.model_vectors import ModelVectors, check_floats
 from worker_agent.integrations.sharding import shard
 from worker_agent.training.fingerprint import parameters_sha256, task_fingerprint
 
+_LOST_ADVICE = (
+    "a program with data of its own can't come back to a run that has begun: start all of the run's programs again, "
+    "and the coordinator with another run_id or with --fresh"
+)
+
 
 class JoinedRun:
     """One worker's part in a run, with data of its own. Thread-safe only where it says so."""
@@ -233,6 +238,7 @@ def client_config(environ: Mapping[str, str], **facts: Any) -> ClientConfig:
         connect_timeout=given.connect_timeout,
         exchange_timeout=given.exchange_timeout,
         gradients=given.gradients,
+        lost_advice=_LOST_ADVICE,
         **facts,
     )
 

@@ -20,7 +20,8 @@ from torch.distributed import ReduceOp
 from ayni.errors import SpecMismatch
 from worker_agent.integrations.c10d_work import AyniWork
 from worker_agent.integrations.collective_stream import CollectiveStream
-from worker_agent.integrations.collectives import Call, Collectives, combined
+from worker_agent.integrations.collectives import Call, Collectives
+from worker_agent.integrations.combining import check_reducible, combined
 from worker_agent.integrations.daemon_threads import DaemonThreads
 
 BACKEND = "ayni"
@@ -105,6 +106,7 @@ class AyniProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
         def work(calls: list[Call]) -> None:
             for call, tensor in zip(calls, tensors, strict=True):
+                check_reducible(tensor.dtype, _op(opts))
                 if (parts := self._collectives.collected(call, tensor, root)) is not None:
                     tensor.copy_(combined(parts, _op(opts)).view(tensor.shape))
 

@@ -4,6 +4,7 @@ What it computes, and what all example workers have in common: examples/clients/
 """
 
 import argparse
+import contextlib
 import hashlib
 import json
 import queue
@@ -125,12 +126,12 @@ class Worker:
         heart = self._join()
         try:
             end = self._follow_assignments()
-        finally:
-            self._over.set()
-            heart.join()
-            leave = pb.LeaveRequest(worker_id=self._id, reason="the run is over")
-            leave.parameters_sha256 = digest(self._parameters)
-            self._stub.Leave(leave, timeout=CALL_S, metadata=self._metadata)
+        except BaseException:
+            # A goodbye that fails as well says less than what went wrong before it.
+            with contextlib.suppress(grpc.RpcError):
+                self._leave(heart, "the worker failed", "")
+            raise
+        self._leave(heart, "the run is over", digest(self._parameters))
         if not end.finished:
             raise RuntimeError(f"the run was stopped: {end.reason}")
         return {
@@ -168,6 +169,12 @@ class Worker:
         heart = threading.Thread(target=self._beat, args=seconds, daemon=True)
         heart.start()
         return heart
+
+    def _leave(self, heart: threading.Thread, why: str, parameters_sha256: str) -> None:
+        self._over.set()
+        heart.join()
+        leave = pb.LeaveRequest(worker_id=self._id, reason=why, parameters_sha256=parameters_sha256)
+        self._stub.Leave(leave, timeout=CALL_S, metadata=self._metadata)
 
     def _beat(self, interval: float, lease: float) -> None:
         """Gives signs of life. What is wrong with them ends the stream of assignments as well."""

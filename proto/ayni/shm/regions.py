@@ -37,16 +37,17 @@ class Region:
         fd: what a reader needs; open until the region is freed.
         bytes: the payload, shape [size], writable, beginning at a page.
         size: of the payload, in bytes.
+        is_kept: whether somebody may have it until it is withdrawn, so that it can't be freed before.
     """
 
-    __slots__ = ("__weakref__", "_words", "bytes", "close_fd", "fd", "id", "size")
+    __slots__ = ("__weakref__", "_words", "bytes", "close_fd", "fd", "id", "is_kept", "size")
 
     def __init__(self, size: int) -> None:
         """Sets memory of zeros aside. Blocks the calling thread for about 0.2 s a GiB; see `share`."""
         assert size > 0, f"a region of {size} bytes"
         shared = share("ayni-region", _HEADER_BYTES + size)
         self.id, self.fd, self.size = secrets.randbits(63), shared.fd, size
-        self.bytes = shared.bytes[_HEADER_BYTES:]
+        self.bytes, self.is_kept = shared.bytes[_HEADER_BYTES:], False
         self._words = _words(shared.bytes)
         self._words[1:] = (_MAGIC, size)
         self.close_fd = weakref.finalize(self, os.close, shared.fd)
