@@ -105,8 +105,8 @@ def _from_hub(path: str, cache: Path, most_bytes: int) -> Path:
         from huggingface_hub.errors import HFValidationError
     except ImportError:
         raise ImportError(f"hf://{path} needs huggingface_hub: pip install 'ayni[train]'") from None
+    download = partial(hf_hub_download, **_named(path), cache_dir=cache / "hub")
     try:
-        download = partial(hf_hub_download, **_named(path), cache_dir=cache / "hub")
         size = download(dry_run=True).file_size
         if size > most_bytes:
             sentence = f"hf://{path} has {size} bytes; at most {most_bytes} are fetched"
@@ -114,8 +114,10 @@ def _from_hub(path: str, cache: Path, most_bytes: int) -> Path:
         return Path(download())
     except HFValidationError as error:
         raise ValueError(f"hf://{path} names no file: {error}") from error
-    except OSError as error:
-        # Its own errors are of this kind: no such file, no access, no answer.
+    except TooLarge:
+        raise
+    except Exception as error:
+        # Its own errors and those of the HTTP client inside of it have no class in common.
         place, reason = f"hf://{path}", str(error)[:300]
         raise StorageFailed(f"{place} can't be fetched: {reason}", place=place, detail=reason) from error
 
