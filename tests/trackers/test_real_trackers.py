@@ -33,7 +33,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
         agent(server.address, "ant", folder / "run", *flags, **extra) as ant,
         agent(server.address, "bee", folder / "run", *flags, **extra) as bee,
     ):
-        assert (ant.end(90), bee.end()) == (0, 0), ant.read_log() + bee.read_log()
+        assert (ant.end(180), bee.end()) == (0, 0), ant.read_log() + bee.read_log()
         assert server.process.wait(30) == 0
     return folder, {"ant": ant, "bee": bee}
 

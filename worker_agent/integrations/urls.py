@@ -105,7 +105,7 @@ def _from_hub(path: str, cache: Path, most_bytes: int) -> Path:
         from huggingface_hub.errors import HFValidationError
     except ImportError:
         raise ImportError(f"hf://{path} needs huggingface_hub: pip install 'ayni[train]'") from None
-    download = partial(hf_hub_download, **_named(path), cache_dir=cache / "hub")
+    download: Any = partial(hf_hub_download, **_named(path), cache_dir=cache / "hub")
     try:
         size = download(dry_run=True).file_size
         if size > most_bytes:
