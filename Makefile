@@ -15,6 +15,7 @@ PLAYWRIGHT ?= playwright-core@1.65.1
 SEED ?= 1
 SETUP := $(VENV)/.setup-done
 LAUNCHERS := $(VENV)/.launchers-done
+TRACKERS := $(VENV)/.trackers-done
 WGPU := $(VENV)/.wgpu-done
 PYTEST := $(BIN)/python -m pytest
 
@@ -22,8 +23,8 @@ PYTEST := $(BIN)/python -m pytest
 ONE_THREAD := OMP_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup proto fmt check test test-dashboard test-wgpu test-launchers interop fuzz chaos bench train pretrain
-.PHONY: equality stubs clean
+.PHONY: help setup proto fmt check test test-dashboard test-wgpu test-launchers test-trackers interop fuzz chaos
+.PHONY: bench train pretrain equality stubs clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -74,6 +75,13 @@ test-launchers: $(LAUNCHERS) ## agents started by torchrun, Ray, Slurm and Open 
 
 $(LAUNCHERS): $(SETUP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[ray,launchers]'
+	@touch $@
+
+test-trackers: $(TRACKERS) ## W&B, MLflow and package datasets themselves, offline
+	$(ONE_THREAD) $(PYTEST) tests/trackers
+
+$(TRACKERS): $(SETUP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[trackers,datasets]'
 	@touch $@
 
 test-wgpu: $(WGPU) ## both engines of backend wgpu on a Vulkan driver, a software one will do

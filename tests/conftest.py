@@ -16,6 +16,7 @@ TIMEOUTS = {
     "fault": 120,
     "dashboard": 240,
     "launchers": 300,
+    "trackers": 240,
     "wgpu": 300,
     "bench": 600,
 }

@@ -41,6 +41,7 @@ from worker_agent.train_state_format import MODEL
 
 if TYPE_CHECKING:
     from worker_agent.training.events import TrainResult
+    from worker_agent.training.metrics import Metrics
     from worker_agent.training.timeline import Timeline
 
 _log = logging.getLogger(__name__)
@@ -113,6 +114,14 @@ class Agent:
             _log.debug("traceback", exc_info=True)
             return FAILED
         self._check_signal()
+        with contextlib.closing(self._metrics(job)) as metrics:
+            code = self._take_part(token, address, reporter, job, metrics)
+        self._linger()
+        return code
+
+    def _take_part(self, token: str, address: str, reporter: Reporter, job: Job, metrics: "Metrics") -> int:
+        """Joins and trains; returns the process's exit code."""
+        assert self._service
         join_config = replace(
             job.join_config(self._config, self._name, token, address),
             peer_address=self._peer_address(),
@@ -124,14 +133,12 @@ class Agent:
         client.on_offer(job.offered.offered)
         client.count_fallbacks(job.backend.fallbacks)
         with self._leaving(client), self._attached(client, token):
-            result = self._train(job, client, reporter)
+            result = self._train(job, client, reporter, metrics)
             client.close("it was drained" if client.drained else "the run is over", result.parameters_sha256)
         _log.info("%s", _farewell(result, client))
         if fallbacks := job.backend.fallbacks():
             _log.warning("%d operations ran on the CPU because the GPU's engine does not have them", fallbacks)
-        code = DONE if client.finished or client.drained else FAILED
-        self._linger()
-        return code
+        return DONE if client.finished or client.drained else FAILED
 
     def _linger(self) -> None:
         """Goes on serving blocks after the run, for as long as the configuration says."""
@@ -162,14 +169,18 @@ class Agent:
             )
         return run, files
 
-    def _train(self, job: Job, client: WorkerClient, reporter: Reporter) -> "TrainResult":
-        from worker_agent.training.events import StepEvent
+    def _metrics(self, job: Job) -> "Metrics":
+        """Opens what numbers go to: before others wait for this worker."""
         from worker_agent.training.metrics import Metrics
         from worker_agent.training.trackers import Trackers
 
         names = self._config.trackers
         trackers = Trackers(names, job.config.run_id, job.folder.name) if names else None
-        metrics = Metrics(job.folder, tensorboard=self._config.tensorboard, trackers=trackers)
+        return Metrics(job.folder, tensorboard=self._config.tensorboard, trackers=trackers)
+
+    def _train(self, job: Job, client: WorkerClient, reporter: Reporter, metrics: "Metrics") -> "TrainResult":
+        from worker_agent.training.events import StepEvent
+
         watching = self._watching(job)
 
         def exchanged(exchange: BucketExchange) -> None:
@@ -193,7 +204,6 @@ class Agent:
             with job.backend.context():
                 return job.trainer.train(client, on_event)
         finally:
-            metrics.close()
             for one in watching:
                 one.close()
             job.trainer.close()

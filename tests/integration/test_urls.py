@@ -1,8 +1,7 @@
-"""Data by URL: files, a real S3 server, and a stand-in for the hub."""
+"""Data by URL: files and a real S3 server; test_hub_files.py has the hub."""
 
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import obstore
 import pytest
@@ -43,20 +42,7 @@ def test_objects_are_fetched_once_for_each_version(s3: SeaweedFS, tmp_path: Path
         fetch(f"s3://{BUCKET}/data/absent", tmp_path)
 
 
-def test_files_of_the_hub_come_through_its_own_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    asked: list[tuple[tuple[str, ...], dict[str, object]]] = []
-
-    def download(*args: str, **kwargs: object) -> str:
-        asked.append((args, kwargs))
-        return str(tmp_path / "found")
-
-    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(hf_hub_download=download))
-    assert fetch("hf://datasets/owner/name@v1/data/train.txt", tmp_path) == tmp_path / "found"
-    fetch("hf://owner/model/config.json", tmp_path)
-    assert [(args, kwargs["repo_type"], kwargs["revision"]) for args, kwargs in asked] == [
-        (("owner/name", "data/train.txt"), "dataset", "v1"),
-        (("owner/model", "config.json"), "model", None),
-    ]
+def test_files_of_the_hub_need_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ImportError, match=r"pip install 'ayni\[train\]'"):
         fetch("hf://owner/model/config.json", tmp_path)

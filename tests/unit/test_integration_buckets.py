@@ -1,5 +1,7 @@
 """How parameters are cut into buckets, and samples among workers."""
 
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -54,3 +56,27 @@ def test_what_is_no_data_set_is_refused():
     with pytest.raises(ValueError, match="rank is 2"):
         shard([1, 2], 2, 2)
     assert type(shard(Selectable([1, 2, 3]), 0, 2)) is Selectable
+
+
+def test_an_iterable_is_told_which_pass_begins():
+    class Shuffled:
+        epoch = 0
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def __iter__(self) -> Iterator[int]:
+            return iter([0, 1, 2, 3] if self.epoch == 0 else [3, 2, 1, 0])
+
+    samples = Shuffled()
+    part = shard(samples, 1, 2)
+    assert list(part) == [1, 3]
+    part.set_epoch(1)
+    assert list(part) == [2, 0]
+    shard(map(int, [1, 2]), 0, 2).set_epoch(1)
+
+
+def test_several_data_sets_by_name_are_refused_and_samples_by_number_in_a_mapping_are_not():
+    with pytest.raises(TypeError, match="a dict is no data set but has several by name: give one of train, test"):
+        shard({"train": [1, 2], "test": [3, 4]}, 0, 2)
+    assert list(shard({0: "a", 1: "b"}, 1, 2)) == ["b"]

@@ -11,6 +11,7 @@ and endpoints come from the environment, under the names that the provider's own
 import hashlib
 import os
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -44,7 +45,7 @@ def fetch(url: str, cache: Path = DEFAULT_CACHE, most_bytes: int = MOST_BYTES) -
     if parts.scheme in _OBJECT_STORES:
         return _from_object_store(url, cache.expanduser(), most_bytes)
     if parts.scheme == "hf":
-        return _from_hub(f"{parts.netloc}{parts.path}", cache.expanduser())
+        return _from_hub(f"{parts.netloc}{parts.path}", cache.expanduser(), most_bytes)
     raise ValueError(f"{url!r} is no URL of data: it must begin with file://, s3://, gs://, az:// or hf://")
 
 
@@ -98,11 +99,31 @@ def _write(target: Path, chunks: Any, size: int, url: str) -> None:
             raise
 
 
-def _from_hub(path: str, cache: Path) -> Path:
+def _from_hub(path: str, cache: Path, most_bytes: int) -> Path:
     try:
         from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import HFValidationError
     except ImportError:
         raise ImportError(f"hf://{path} needs huggingface_hub: pip install 'ayni[train]'") from None
+    download: Any = partial(hf_hub_download, **_named(path), cache_dir=cache / "hub")
+    try:
+        size = download(dry_run=True).file_size
+        if size > most_bytes:
+            sentence = f"hf://{path} has {size} bytes; at most {most_bytes} are fetched"
+            raise TooLarge(sentence, field="size", limit=most_bytes, received=size)
+        return Path(download())
+    except HFValidationError as error:
+        raise ValueError(f"hf://{path} names no file: {error}") from error
+    except TooLarge:
+        raise
+    except Exception as error:
+        # Its own errors and those of the HTTP client inside of it have no class in common.
+        place, reason = f"hf://{path}", str(error)[:300]
+        raise StorageFailed(f"{place} can't be fetched: {reason}", place=place, detail=reason) from error
+
+
+def _named(path: str) -> dict[str, Any]:
+    """Returns what hf_hub_download calls the parts of a path."""
     kind, rest = "model", path
     for prefix, name in (("datasets/", "dataset"), ("spaces/", "space")):
         if path.startswith(prefix):
@@ -112,5 +133,5 @@ def _from_hub(path: str, cache: Path) -> Path:
     name, _, revision = repository.partition("@")
     if not (owner and name and file):
         raise ValueError(f"hf://{path} names no file: give hf://[datasets/]owner/name[@revision]/file")
-    local = hf_hub_download(f"{owner}/{name}", file, repo_type=kind, revision=revision or None, cache_dir=cache / "hub")
-    return Path(local)
+    # A revision with a slash is written with %2F, as in refs%2Fpr%2F1.
+    return {"repo_id": f"{owner}/{name}", "filename": file, "repo_type": kind, "revision": unquote(revision) or None}

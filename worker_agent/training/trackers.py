@@ -1,27 +1,27 @@
 """Experiment trackers that a worker's numbers also go to: Weights & Biases, MLflow.  [shell]
 
 Each is imported when it is asked for, and takes its own settings from the environment (WANDB_MODE, MLFLOW_TRACKING_URI,
-...). A tracker that fails while training goes on is let go of with a warning.
+...). One that can't begin ends the worker before it joins; one that fails while training goes on is let go of with a
+warning.
 """
 
-import logging
-from collections.abc import Mapping, Sequence
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from importlib import import_module
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 from ayni.settings import SettingsError
+from worker_agent.training.tracker_thread import TrackerThread
 
-log = logging.getLogger(__name__)
+BEGIN_SECONDS = 120.0
+END_SECONDS = 30.0
 
-
-class Tracker(Protocol):
-    """What numbers are told to."""
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        """Takes the numbers of a step."""
-
-    def close(self) -> None:
-        """Says that there are no more."""
+_SQLITE = "sqlite:///"
 
 
 class WandbTracker:
@@ -30,10 +30,12 @@ class WandbTracker:
     def __init__(self, run_id: str, worker: str) -> None:
         """Begins it, in the group of the training run."""
         self._run = _imported("wandb").init(project="ayni", group=run_id, name=f"{run_id}/{worker}")
+        # Its own steps may only grow; those of a run that goes back to an earlier state do not.
+        self._run.define_metric("*", step_metric="step")
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Takes the numbers of a step."""
-        self._run.log(dict(values), step=step)
+        self._run.log({**values, "step": step})
 
     def close(self) -> None:
         """Ends it."""
@@ -46,8 +48,9 @@ class MlflowTracker:
     def __init__(self, run_id: str, worker: str) -> None:
         """Begins it, in the experiment of the training run."""
         self._mlflow = _imported("mlflow")
-        self._mlflow.set_experiment(run_id)
-        self._mlflow.start_run(run_name=worker)
+        with _alone_at(self._mlflow.get_tracking_uri()):
+            self._mlflow.set_experiment(run_id)
+            self._mlflow.start_run(run_name=worker)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Takes the numbers of a step."""
@@ -68,32 +71,62 @@ class Trackers:
         """Begins a run at each.
 
         Raises:
-            SettingsError: one is not known, or not installed.
+            SettingsError: one is not known, not installed, or could not begin.
         """
         if unknown := [name for name in names if name not in TRACKERS]:
             raise SettingsError(f"trackers: {', '.join(unknown)} is not one of {', '.join(TRACKERS)}")
-        self._live: dict[str, Tracker] = {name: TRACKERS[name](run_id, worker) for name in names}
+        deadline = time.monotonic() + BEGIN_SECONDS
+        self._threads = {name: TrackerThread(name, partial(TRACKERS[name], run_id, worker)) for name in names}
+        try:
+            for name, thread in self._threads.items():
+                _wait_begun(name, thread, deadline)
+        except BaseException:
+            self.close()
+            raise
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Tells all."""
-        for name, tracker in list(self._live.items()):
-            try:
-                tracker.log(values, step)
-            except Exception as error:
-                log.warning("tracker %s failed at step %d and gets no more numbers: %s", name, step, error)
-                del self._live[name]
+        """Has all told; returns at once."""
+        for thread in self._threads.values():
+            thread.log(values, step)
 
     def close(self) -> None:
         """Ends all."""
-        for name, tracker in self._live.items():
-            try:
-                tracker.close()
-            except Exception as error:
-                log.warning("tracker %s could not be ended: %s", name, error)
+        deadline = time.monotonic() + END_SECONDS
+        for thread in self._threads.values():
+            thread.close(deadline)
+
+
+def _wait_begun(name: str, thread: TrackerThread, deadline: float) -> None:
+    try:
+        thread.begun.result(max(0.0, deadline - time.monotonic()))
+    except SettingsError:
+        raise
+    except TimeoutError:
+        raise SettingsError(
+            f"trackers: {name} did not begin within {BEGIN_SECONDS:.0f} s; is its server there?"
+        ) from None
+    except Exception as error:
+        raise SettingsError(f"trackers: {name} could not begin: {error}") from error
+
+
+@contextlib.contextmanager
+def _alone_at(uri: str) -> Iterator[None]:
+    """Keeps other workers of this host from making the tables of one SQLite file at the same time, where one fails."""
+    folder = Path(uri.removeprefix(_SQLITE).partition("?")[0]).parent
+    if not uri.startswith(_SQLITE) or not folder.is_dir():
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        # Bounded by BEGIN_SECONDS, for which the worker waits; the kernel lets go for one that has died.
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _imported(name: str) -> Any:
     try:
         return import_module(name)
     except ImportError:
-        raise SettingsError(f"trackers: {name} is not installed; pip install {name}") from None
+        raise SettingsError(f"trackers: {name} is not installed; pip install 'ayni[trackers]'") from None
