@@ -5,6 +5,13 @@ coordinator and worker processes over gRPC, and compares: reduced gradients and 
 byte by byte, after every step; the first step with float64 twins; losses with plain single-process torch loops; and
 known mistakes with what they would give (tests/support/equality_checks.py says how errors are measured).
 
+With `--backends cpu,wgpu` the runs are one worker on the CPU, and one worker on each of the named backends. Bounds are
+the same. Two things differ, because another device rounds a micro-batch's gradient, and an optimizer's step, in another
+way: updates run on the host in every case, and bytes are compared among the workers of a run. Between the two runs the
+first mean gradient is held to the bound of the float64 twins; sums are checked against the very gradients that each
+device computed. In addition each backend must have had a part in every step, and nothing may have fallen back to the
+CPU.
+
 Standard output gets one JSON object, standard error one line for each run. Exit code 1 when anything is not equal.
 """
 
@@ -19,7 +26,10 @@ from collections.abc import Callable, Sequence
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tests.support.equality_places import Crew
 
 ROOT = Path(__file__).resolve().parents[2]
 PATHS = [str(ROOT), str(ROOT / "proto")]
@@ -40,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     with tempfile.TemporaryDirectory(prefix="ayni-equality-") as folder:
         try:
-            trained = train_and_compare(context, Path(folder), given.workers, given.steps, _say)
+            trained = train_and_compare(context, Path(folder), _crews(given), given.steps, _say)
         except RunFailed as error:
             _say(str(error))
             return _finish({"ok": False, "error": str(error)})
@@ -49,9 +59,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=_at_least(1), nargs="+", default=[1, 2, 3, 5], help="numbers of workers")
+    runs = parser.add_mutually_exclusive_group()
+    runs.add_argument("--workers", type=_at_least(1), nargs="+", default=[1, 2, 3, 5], help="numbers of workers")
+    runs.add_argument(
+        "--backends", type=_backends, help="one worker on each, such as cpu,wgpu, against one worker on the CPU"
+    )
+    parser.add_argument("--wgpu-engine", default="auto", help="the only engine of backend wgpu to try")
+    parser.add_argument("--allow-software-gpu", action="store_true", help="for wgpu a driver in software will do")
     parser.add_argument("--steps", type=_at_least(6), default=50, help="optimizer steps of every run")
     return parser
+
+
+def _crews(given: argparse.Namespace) -> "list[Crew]":
+    """Returns what each worker of each run computes on."""
+    from tests.support.equality_places import CPU, Place
+
+    if not given.backends:
+        return [(CPU,) * number for number in given.workers]
+    wgpu = Place(backend="wgpu", engine=given.wgpu_engine, allow_software=given.allow_software_gpu)
+    return [(CPU,), tuple(wgpu if name == "wgpu" else Place(backend=name) for name in given.backends)]
 
 
 def _start_fork_server() -> ForkServerContext:
@@ -60,6 +86,14 @@ def _start_fork_server() -> ForkServerContext:
     context.set_forkserver_preload(PRELOADED)
     forkserver.ensure_running()
     return context
+
+
+def _backends(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in ("cpu", "cuda", "wgpu"):
+            raise argparse.ArgumentTypeError(f"{name!r} is none of cpu, cuda, wgpu")
+    return names
 
 
 def _at_least(minimum: int) -> Callable[[str], int]:

@@ -3,7 +3,7 @@
 import copy
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ class Case:
     run: Mapping[str, Any]
     """The run file, but for the number of workers."""
     logits: Logits
+    """A function of a module, because workers get the case from another process."""
     whole_batch: bool
     """Whether the plain loop makes one forward of the global batch; else one for each micro-batch, because random
     draws are keyed by micro-batch."""
@@ -38,6 +39,12 @@ class Case:
 def make_cases(folder: Path) -> list[Case]:
     """Returns the cases; writes their data to `folder`."""
     return [_causal_lm(folder / "texts"), _flat()]
+
+
+def updated_on_host(case: Case) -> Case:
+    """Returns a case as devices of several kinds train it: each of them rounds an optimizer's step in its own way."""
+    optimizer = {**case.run["optimizer"], "update": "host"}
+    return replace(case, run={**case.run, "optimizer": optimizer})
 
 
 def files_of(case: Case) -> dict[str, Path]:
@@ -65,7 +72,7 @@ def _causal_lm(folder: Path) -> Case:
                 **{"clip_norm": 1.0, "update": "host"},
             },
         },
-        logits=lambda model, batch: _causal_lm_logits(model, *batch),
+        logits=_causal_lm_logits,
         whole_batch=True,
     )
 
@@ -83,14 +90,20 @@ def _flat() -> Case:
                 **{"schedule": "constant", "clip_norm": 0.2, "update": "device"},
             },
         },
-        logits=lambda model, batch: (model(batch[0], batch[1]), batch[2]),
+        logits=_flat_logits,
         whole_batch=False,
     )
 
 
-def _causal_lm_logits(model: nn.Module, inputs_BT: Tensor, targets_BT: Tensor, weight: int) -> tuple[Tensor, Tensor]:
+def _causal_lm_logits(model: nn.Module, batch: tuple[Tensor, Tensor, int]) -> tuple[Tensor, Tensor]:
+    inputs_BT, targets_BT, _ = batch
     logits_BTV = model(input_ids=inputs_BT, use_cache=False).logits
     return logits_BTV.flatten(0, 1), targets_BT.flatten()
+
+
+def _flat_logits(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    tokens_BT, mask_BT, labels_B = batch
+    return model(tokens_BT, mask_BT), labels_B
 
 
 def _write_texts(folder: Path) -> list[str]:

@@ -18,7 +18,7 @@ be right in: it inherits the absolute error of the terms that cancelled.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -83,6 +83,34 @@ def sum_error(mean: Named, microbatches: Sequence[Microbatch]) -> float:
         stacked = torch.stack([item.gradient[name].double() for item in microbatches if item.weight])
         sums[name], terms[name] = stacked.sum(0) / total, stacked.abs().sum(0) / total
     return relative_error(mean, sums, terms)
+
+
+def own_microbatches(run: Run, references: References) -> list[Microbatch]:
+    """Returns the first step's float32 micro-batch gradients as they were rounded by the device that computed each."""
+    found = list(references.microbatches32)
+    for worker in run.workers:
+        for number in range(*worker.steps[0]["microbatches"]):
+            names = {name: f"term/{number}/{name}" for name in references.initial}
+            own = {name: torch.from_numpy(worker.arrays[key]) for name, key in names.items() if key in worker.arrays}
+            found[number] = replace(found[number], gradient=own) if own else found[number]
+    return found
+
+
+def device_error(run: Run, references: References) -> float:
+    """Returns how far micro-batch gradients of other devices are from the CPU's; 0 if no other device computed any."""
+    pairs = zip(own_microbatches(run, references), references.microbatches32, strict=True)
+    errors = [relative_error(own.gradient, cpu.gradient, largest(cpu.gradient)) for own, cpu in pairs if own is not cpu]
+    return max(errors, default=0.0)
+
+
+def least_part(run: Run) -> int:
+    """Returns the fewest micro-batches with any weight that all workers of one backend had in a step."""
+    backends = {worker.backend for worker in run.workers}
+    return min(
+        sum(weight > 0 for w in run.workers if w.backend == backend for weight in w.steps[step]["weights"])
+        for backend in backends
+        for step in range(len(run.workers[0].steps))
+    )
 
 
 def update_error(loop64: PlainLoop, run: "FirstStep", initial: Named, num_steps: int) -> float:

@@ -39,5 +39,6 @@ def connect(job: WorkerJob, run_id: str, task: Task, parameters_sha256: str) -> 
         num_evaluation_samples=task.num_evaluation_samples,
         num_blocks=1 + max((spec.bucket.index for spec in task.buckets if spec.bucket.kind == "block"), default=-1),
         parameters_sha256=parameters_sha256,
+        max_microbatches=job.place.max_microbatches,
     )
-    return WorkerClient.connect(config, 0, "cpu")
+    return WorkerClient.connect(config, 0, job.place.backend)

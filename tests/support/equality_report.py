@@ -1,7 +1,7 @@
 """Trains every case and says, in plain values, how equal the runs were."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,10 @@ import torch
 from ayni import settings
 from ayni.run_config import RunConfig
 from tests.support import equality_checks as checks
-from tests.support.equality_cases import Case, files_of, make_cases
+from tests.support.equality_cases import Case, files_of, make_cases, updated_on_host
 from tests.support.equality_checks import MAX_LOSS_DIFF, MAX_REL_ERR, FirstStep, References
 from tests.support.equality_counter_examples import CounterExample, counter_examples
+from tests.support.equality_places import Crew, is_mixed
 from tests.support.equality_reference import PlainLoop
 from tests.support.equality_runs import Run, run_case
 from worker_agent.training.load import load_task
@@ -24,16 +25,18 @@ Say = Callable[[str], None]
 
 
 def train_and_compare(
-    context: ForkServerContext, folder: Path, numbers_of_workers: Sequence[int], num_steps: int, say: Say
+    context: ForkServerContext, folder: Path, crews: Sequence[Crew], num_steps: int, say: Say
 ) -> list[Report]:
-    """Returns one report for each case; workers are forked from `context`."""
+    """Returns one report for each case; every case is trained by each crew, forked from `context`."""
     torch.set_num_threads(1)
+    cases = make_cases(folder)
     reports = []
-    for case in make_cases(folder):
+    for case in map(updated_on_host, cases) if any(map(is_mixed, crews)) else cases:
         runs = []
-        for num_workers in numbers_of_workers:
-            run = run_case(context, case, num_workers, num_steps, folder / f"{case.name}-{num_workers}")
-            say(f"{case.name}: {num_workers} workers, {num_steps} steps in {run.wall_s:.1f} s")
+        for number, crew in enumerate(crews):
+            run = run_case(context, case, crew, num_steps, folder / f"{case.name}-{number}")
+            backends = f" ({', '.join(place.backend for place in crew)})" if is_mixed(crew) else ""
+            say(f"{case.name}: {len(crew)} workers{backends}, {num_steps} steps in {run.wall_s:.1f} s")
             runs.append(run)
         reports.append(compare(case, runs, num_steps))
         say(f"{case.name}: {'equal' if reports[-1]['ok'] else 'NOT EQUAL'}")
@@ -64,10 +67,14 @@ def compare(case: Case, runs: Sequence[Run], num_steps: int) -> Report:
     config = _config(case, num_steps)
     task = load_task(config.task, files_of(case), config.seed, "cpu")
     references = _references(case, task, config)
-    gradients_equal, num_gradients = checks.same_gradients(runs)
-    parameters_equal, num_parameters = checks.same_parameters(runs)
+    # Another device rounds gradients in another way: then bytes are those of one run's workers, not of all runs'.
+    groups = [[run] for run in runs] if any(run.is_mixed for run in runs) else [runs]
+    gradients_equal, num_gradients = _of_all(checks.same_gradients(group) for group in groups)
+    parameters_equal, num_parameters = _of_all(checks.same_parameters(group) for group in groups)
     weights = checks.weights(runs[0])
     described = [_describe(case, task, config, run, references) for run in runs]
+    first = checks.first_step(runs[0].workers[0], task.buckets, references.initial)
+    described = [_with_devices(task, one, run, first, references) for one, run in zip(described, runs, strict=True)]
     report = {
         "steps": num_steps,
         "wire_type": config.wire_type,
@@ -79,13 +86,18 @@ def compare(case: Case, runs: Sequence[Run], num_steps: int) -> Report:
         "gradients_compared": num_gradients,
         "parameter_bytes_equal": parameters_equal,
         "parameters_compared": num_parameters,
-        "commits_equal": checks.same_commits(runs),
+        "commits_equal": all(map(checks.same_commits, groups)),
         "max_rel_err_float64": max(error for run in described for error in run["rel_err"].values()),
         "max_loss_diff": max(diff for run in described for diff in run["loss_diff"].values()),
         "plain_float32": _describe_plain(references),
         "runs": described,
     }
     return {"name": case.name, "kind": "run", "ok": _holds(report, num_steps), **report}
+
+
+def _of_all(found: Iterable[tuple[bool, int]]) -> tuple[bool, int]:
+    equal, counts = zip(*found, strict=True)
+    return all(equal), sum(counts)
 
 
 def _holds(report: Report, num_steps: int) -> bool:
@@ -104,7 +116,13 @@ def _holds(report: Report, num_steps: int) -> bool:
         and report["least_weight"] < report["most_weight"]
         and all(run["unequal_shares"] for run in several)
         and all(run["naive_rel_err"] >= checks.LEAST_NAIVE_ERR for run in several)
+        and all(_was_mixed(run) for run in runs if "workers_on" in run)
     )
+
+
+def _was_mixed(run: Report) -> bool:
+    """Returns whether each backend had a part in every step, and the other device computed what was given to it."""
+    return run["least_part"] > 0 and run["device_rel_err"] > 0 and not any(on["fallbacks"] for on in run["workers_on"])
 
 
 def _config(case: Case, num_steps: int) -> RunConfig:
@@ -126,7 +144,6 @@ def _references(case: Case, task: Task, config: RunConfig) -> References:
 
 
 def _describe(case: Case, task: Task, config: RunConfig, run: Run, references: References) -> Report:
-    first = checks.first_step(run.workers[0], task.buckets, references.initial)
     differences = {
         f"{split}, plain {precision}": difference
         for precision, plain in (("float32", references.float32), ("float64", references.float64))
@@ -142,7 +159,7 @@ def _describe(case: Case, task: Task, config: RunConfig, run: Run, references: R
         "parameters_sha256": run.workers[0].steps[-1]["parameters"],
         "loss": run.workers[0].steps[-1]["commit"]["global_loss"],
         "held_out_loss": run.workers[0].evaluation_loss,
-        "rel_err": _errors(case, task, config, first, references),
+        "rel_err": _errors(case, task, config, run, references),
         "loss_diff": differences,
     }
     if run.num_workers == 1:
@@ -155,11 +172,27 @@ def _describe(case: Case, task: Task, config: RunConfig, run: Run, references: R
     }
 
 
-def _errors(case: Case, task: Task, config: RunConfig, first: FirstStep, references: References) -> dict[str, float]:
+def _with_devices(task: Task, described: Report, run: Run, one_process: FirstStep, references: References) -> Report:
+    """Adds to a mixed run's report what its devices did, and how far its first mean is from that of one process."""
+    if not run.is_mixed:
+        return described
+    mean = checks.first_step(run.workers[0], task.buckets, references.initial).mean
+    error = checks.relative_error(mean, one_process.mean, checks.largest(one_process.mean))
+    return {
+        **described,
+        "rel_err": {**described["rel_err"], "one process": error},
+        "workers_on": [{"backend": w.backend, "device": w.device, "fallbacks": w.fallbacks} for w in run.workers],
+        "least_part": checks.least_part(run),
+        "device_rel_err": checks.device_error(run, references),
+    }
+
+
+def _errors(case: Case, task: Task, config: RunConfig, run: Run, references: References) -> dict[str, float]:
+    first = checks.first_step(run.workers[0], task.buckets, references.initial)
     fresh = PlainLoop(case, task, config, torch.float64)
     errors = {
         "gradient": checks.gradient_error(first.mean, references),
-        "sum": checks.sum_error(first.mean, references.microbatches32),
+        "sum": checks.sum_error(first.mean, checks.own_microbatches(run, references)),
         "update": checks.update_error(fresh, first, references.initial, config.num_steps),
     }
     if config.optimizer.name == "sgd":

@@ -6,7 +6,7 @@ Workers are forked from a server process that has loaded torch, which saves each
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from tests.support.coordinator import TOKEN, CoordinatorProcess, coordinator
-from tests.support.equality_cases import Case, files_of
+from tests.support.equality_cases import Case
+from tests.support.equality_places import Crew, Place, capped, is_mixed
 from tests.support.equality_worker import WorkerJob
 from tests.support.equality_worker import main as worker_main
 
@@ -33,6 +34,9 @@ class WorkerRecord:
     steps: list[dict[str, Any]]
     evaluation_loss: float
     arrays: dict[str, np.ndarray]
+    backend: str = "cpu"
+    device: str = ""
+    fallbacks: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +48,11 @@ class Run:
     wall_s: float
 
     @property
+    def is_mixed(self) -> bool:
+        """Returns whether some worker computed elsewhere than on the CPU."""
+        return any(worker.backend != "cpu" for worker in self.workers)
+
+    @property
     def shares(self) -> list[list[int]]:
         """Returns how many micro-batches each rank had, for each step."""
         steps = range(len(self.workers[0].steps))
@@ -53,7 +62,7 @@ class Run:
         return [[stop - start for _, (start, stop) in step] for step in by_rank]
 
 
-def run_case(context: ForkServerContext, case: Case, num_workers: int, num_steps: int, folder: Path) -> Run:
+def run_case(context: ForkServerContext, case: Case, crew: Crew, num_steps: int, folder: Path) -> Run:
     """Runs a case to its end.
 
     Raises:
@@ -61,22 +70,26 @@ def run_case(context: ForkServerContext, case: Case, num_workers: int, num_steps
     """
     began = time.monotonic()
     folder.mkdir(parents=True)
-    with coordinator(folder, case.run_for(num_workers, num_steps)) as server:
-        jobs = [_job(case, server, folder, number) for number in range(num_workers)]
+    with coordinator(folder, case.run_for(len(crew), num_steps)) as server:
+        jobs = [_job(case, server, folder, number, place) for number, place in enumerate(capped(crew, case))]
+        if is_mixed(crew):
+            # Devices differ in speed as they are.
+            jobs = [replace(job, extra_forwards=0) for job in jobs]
         processes = [context.Process(target=worker_main, args=(job,), name=job.name, daemon=True) for job in jobs]
         for process in processes:
             process.start()
         _wait(server, processes, jobs, began + RUN_TIMEOUT_S)
     records = [_read(job.record) for job in jobs]
-    return Run(num_workers=num_workers, workers=records, wall_s=time.monotonic() - began)
+    return Run(num_workers=len(crew), workers=records, wall_s=time.monotonic() - began)
 
 
-def _job(case: Case, server: CoordinatorProcess, folder: Path, number: int) -> WorkerJob:
+def _job(case: Case, server: CoordinatorProcess, folder: Path, number: int, place: Place) -> WorkerJob:
     return WorkerJob(
         address=server.address,
         token=TOKEN,
         name=f"worker-{number}",
-        files=files_of(case),
+        case=case,
+        place=place,
         extra_forwards=case.extra_forwards[number % len(case.extra_forwards)],
         record=folder / f"worker-{number}",
     )

@@ -51,7 +51,8 @@ class LoraEncoder(nn.Module):
         mean_BH = (states_BTH * mask_BT1).sum(1) / mask_BT1.sum(1)
         if self.training and self.dropout:
             # Drawn as float32 whatever the model's type, so that a float64 twin drops the same units.
-            keep_BH = torch.rand(mean_BH.shape, dtype=torch.float32) >= self.dropout
+            # On the CPU, so that every device drops the same ones.
+            keep_BH = (torch.rand(mean_BH.shape, dtype=torch.float32) >= self.dropout).to(mean_BH.device, mean_BH.dtype)
             mean_BH = mean_BH * keep_BH / (1 - self.dropout)
         return self.head(mean_BH)
 
@@ -70,6 +71,7 @@ class SequenceTask(TaskBase):
         with initial_weights(context.seed):
             self.model = LoraEncoder(options)
         self.model.to(context.device)
+        self._device = context.device
 
     def batch(self, indices: Sequence[int], split: str) -> tuple[Tensor, Tensor, Tensor]:
         """Returns tokens [B, T], mask [B, T] and labels [B]."""
@@ -80,7 +82,11 @@ class SequenceTask(TaskBase):
         for row, (tokens, _) in enumerate(samples):
             tokens_BT[row, : tokens.size], mask_BT[row, : tokens.size] = tokens, 1
         labels_B = torch.tensor([label for _, label in samples])
-        return torch.from_numpy(tokens_BT), torch.from_numpy(mask_BT), labels_B
+        return (
+            torch.from_numpy(tokens_BT).to(self._device),
+            torch.from_numpy(mask_BT).to(self._device),
+            labels_B.to(self._device),
+        )
 
     def loss(self, batch: tuple[Tensor, Tensor, Tensor]) -> LossSums:
         tokens_BT, mask_BT, labels_B = batch

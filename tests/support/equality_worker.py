@@ -21,6 +21,8 @@ from ayni import settings
 from ayni.buckets import Bucket
 from ayni.run_config import RunConfig
 from ayni.step_values import Origin
+from tests.support.equality_cases import Case, files_of
+from tests.support.equality_places import Place, opened, own_terms
 from worker_agent.session import Commit, MicrobatchStats, Report, Session, ShardAssignment, Vector
 from worker_agent.training.events import StepEvent
 from worker_agent.training.load import load_task
@@ -38,7 +40,8 @@ class WorkerJob:
     address: str
     token: str
     name: str
-    files: dict[str, Path]
+    case: Case
+    place: Place
     extra_forwards: int
     record: Path
     """Path of the record without its suffix."""
@@ -67,12 +70,18 @@ class Record:
 
     name: str
     steps: list[StepRecord] = field(default_factory=list)
+    backend: str = ""
+    device: str = ""
+    """Where the model was, and the device's name for people."""
+    fallbacks: int = 0
+    """Operations that ran on the CPU because the device does not have them."""
     evaluation_loss: float | None = None
     arrays: dict[str, np.ndarray] = field(default_factory=dict, repr=False)
 
     def write(self, path: Path) -> None:
         np.savez(path.with_suffix(".npz"), **cast(dict[str, Any], self.arrays))
-        content = {"name": self.name, "steps": [asdict(s) for s in self.steps], "evaluation_loss": self.evaluation_loss}
+        content = {name: value for name, value in vars(self).items() if name != "arrays"}
+        content["steps"] = [asdict(step) for step in self.steps]
         path.with_suffix(".json").write_text(json.dumps(content), encoding="utf-8")
 
 
@@ -184,12 +193,19 @@ def work(job: WorkerJob) -> Record:
     from tests.support.equality_client import connect, fetch_run
 
     config = settings.from_mapping(RunConfig, fetch_run(job))
-    task = cast(Task, SlowTask(load_task(config.task, job.files, config.seed, "cpu"), job.extra_forwards))
-    trainer, record = Trainer(task, config), Record(name=job.name)
+    backend = opened(job.place)
+    task = load_task(config.task, files_of(job.case), config.seed, backend.device)
+    record = Record(name=job.name, backend=backend.name, device=f"{backend.device.type}: {backend.device_names[0]}")
+    if backend.name != "cpu":
+        with backend.context():
+            record.arrays |= own_terms(job.case, task, config)
+    task = cast(Task, SlowTask(task, job.extra_forwards))
+    trainer = Trainer(task, config)
     client = connect(job, config.run_id, task, trainer.parameters_sha256())
-    with client:
+    with client, backend.context():
         trainer.train(RecordingSession(client, record), lambda event: _note_event(event, task, record))
         client.close("done", trainer.parameters_sha256())
+    record.fallbacks = backend.fallbacks()
     return record
 
 
@@ -197,7 +213,7 @@ def _note_event(event: StepEvent, task: Task, record: Record) -> None:
     if event.kind == "evaluate":
         record.evaluation_loss = event.loss
         return
-    arrays = {name: parameter.detach().numpy() for name, parameter in task.trainable()}
+    arrays = {name: parameter.detach().cpu().numpy() for name, parameter in task.trainable()}
     if event.step == 0:
         record.arrays |= {f"parameters/{name}": values.copy() for name, values in arrays.items()}
     digest = hashlib.sha256()
