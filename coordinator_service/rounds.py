@@ -17,7 +17,7 @@ import numpy as np
 from ayni import frames, tensors
 from ayni.buckets import Bucket
 from ayni.errors import AyniError, BadChunk
-from ayni.reduce.chunks import decoded, first_element
+from ayni.reduce.chunks import checked, first_element
 from ayni.reduce.reduction import Reduced
 from ayni.shm.sources import Source, source
 from coordinator_service.leases import Lease, Totals
@@ -217,7 +217,7 @@ class Exchange:
             raise self._bad(
                 "a gradient of several chunks came on a lane; it needs a stream of its own", "a part", "more"
             )
-        values = decoded(chunk, label, dtype, self._live.round.chunk_elements)
+        values = checked(chunk, label, dtype, self._live.round.chunk_elements)
         self._live.publish(self._live.round.contribute(self.lease.lease_id, chunk.part, offset, values))
 
     async def _add_shared(self, chunk: frames.ChunkView, shared: frames.SharedRange, offset: int) -> None:

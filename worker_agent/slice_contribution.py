@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ayni import tensors
 from ayni.errors import AyniError, NonFinite
 from ayni.reduce.chunks import arrived
+from ayni.reduce.packed import Values
 from ayni.reduce.refusals import SUM_OF_ALL
 from ayni.shm.sources import Source
 from ayni.tensors import Floats
@@ -45,6 +46,11 @@ class SliceContribution:
         return self.failure.done()
 
     @property
+    def is_home(self) -> bool:
+        """Whether it is this very worker's, which takes the mean where it is put together."""
+        return self._home is not None
+
+    @property
     def chunk_bytes(self) -> int:
         """Length of every chunk but the last; see `RoundAccepted`."""
         return self.live.chunk_elements * tensors.position_bytes(self.live.round.spec.dtype)
@@ -64,8 +70,8 @@ class SliceContribution:
         chunk = arrived(frame, live.round.label, live.round.spec.dtype, live.chunk_elements)
         self.add(chunk.part, chunk.offset, chunk.values_C)
 
-    def add(self, part: int, offset: int, values_C: Floats) -> None:
-        """Adds a chunk, shape [C], which must not change afterwards; see `Round.contribute`."""
+    def add(self, part: int, offset: int, values_C: Values) -> None:
+        """Adds a chunk, C elements, which must not change afterwards; see `Round.contribute`."""
         live = self.live
         try:
             live.publish(live.round.contribute(self.offer.lease_id, part, offset, values_C))

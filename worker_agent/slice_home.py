@@ -9,6 +9,7 @@ import time
 import numpy as np
 
 from ayni import failpoints, tensors
+from ayni.reduce.packed import Values, packed
 from ayni.shm.regions import Regions
 from ayni.shm.sources import Source
 from ayni.tensors import Floats
@@ -97,10 +98,6 @@ async def _take(contribution: SliceContribution, work: SliceWork) -> tuple[float
     return first, last
 
 
-def _as_received(values_C: Floats, dtype: str) -> Floats:
-    """Returns values as they are after a way over the wire; a view that can't be written to for float32."""
-    if dtype != "float32":
-        return tensors.decode(tensors.encode(values_C, dtype), dtype)
-    view_C = values_C.view()
-    view_C.flags.writeable = False
-    return view_C
+def _as_received(values_C: Floats, dtype: str) -> Values:
+    """Returns values as they are after a way over the wire, of a type that rounds them."""
+    return packed(np.frombuffer(tensors.encode(values_C, dtype), np.uint8), dtype)

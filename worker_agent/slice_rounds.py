@@ -27,7 +27,7 @@ from ayni.reduce.places import MeanPlace
 from ayni.reduce.reduction import Fate, Reduced, Round
 from ayni.reduce.thread_digest import digest_for
 from ayni.step_values import MicrobatchStats, SliceDigest
-from ayni.tensors import Floats, TensorSpec
+from ayni.tensors import Bytes, Floats, TensorSpec
 from worker_agent.changes import Change
 from worker_agent.slice_budget import Budget, exact_sum
 from worker_agent.slice_contribution import SliceContribution
@@ -116,7 +116,7 @@ class SliceRound:
             assert chunk.offset == self.emitted, "chunks of a mean come in order"
             stop = chunk.offset + chunk.values_C.size
             if self.round.mean_N is None:
-                self.store.put(chunk.values_C, chunk.offset)
+                self._keep(chunk.offset, self.store.put(chunk.values_C, chunk.offset))
             for home_S in self.homes:
                 home_S[chunk.offset : stop] = self.store_S[chunk.offset : stop]
             self.emitted = stop
@@ -131,13 +131,7 @@ class SliceRound:
     def frame(self, start: int, stop: int) -> bytes:
         """Returns a chunk of the mean as it is sent (one copy, which all who read at the same pace share)."""
         found = self._frames.get(start)
-        if found is None:
-            payload = tensors.encode(self.store_S[start:stop], self._dtype)
-            found = frames.encode_chunk(frames.CHUNK_FIELD, start * tensors.itemsize(self._dtype), 0, payload)
-            self._frames[start] = found
-            if len(self._frames) > _FRAMES:
-                del self._frames[next(iter(self._frames))]
-        return found
+        return found or self._framed(start, tensors.encode(self.store_S[start:stop], self._dtype))
 
     def totals(self) -> tuple[float | None, int, int]:
         """Returns the loss over all micro-batches (None where one is not known), correct ones and predictions."""
@@ -180,6 +174,18 @@ class SliceRound:
         fate, _ = self.round.drop(lease_id, is_over=False)
         if fate is Fate.PARTIAL:
             self._start_again("a part of another contribution was lost")
+
+    def _keep(self, start: int, payload: Bytes) -> None:
+        """Keeps a chunk of the mean as it is sent, which it is now: it need not be rounded again for who takes it."""
+        if any(one.offer.takes_mean and one.is_open and not one.is_home for one in self.contributions.values()):
+            self._framed(start, payload.data)
+
+    def _framed(self, start: int, payload: memoryview) -> bytes:
+        found = frames.encode_chunk(frames.CHUNK_FIELD, start * tensors.itemsize(self._dtype), 0, payload)
+        self._frames[start] = found
+        if len(self._frames) > _FRAMES:
+            del self._frames[next(iter(self._frames))]
+        return found
 
     def _start_again(self, detail: str) -> None:
         """Has everybody contribute again: what was added can't be taken out of a sum."""

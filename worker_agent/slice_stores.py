@@ -37,8 +37,8 @@ class Store:
         """What it can be used for."""
         return self.mean_S.size, self.dtype, self.region is not None
 
-    def put(self, values_C: Floats, start: int) -> None:
-        """Takes a chunk of the mean, shape [C], as it is after a way over the wire."""
+    def put(self, values_C: Floats, start: int) -> Bytes:
+        """Takes a chunk of the mean, shape [C], as it is after a way over the wire; returns its bytes there."""
         size = tensors.itemsize(self.dtype)
         stop = start + values_C.size
         payload: Bytes = np.empty(values_C.size * size, np.uint8)
@@ -46,6 +46,7 @@ class Store:
             payload = self.region.bytes[start * size : stop * size]
         tensors.encode_into(values_C, self.dtype, payload)
         tensors.decode_into(payload.data, self.dtype, self.mean_S[start:stop])
+        return payload
 
     def place(self, start: int, stop: int) -> SharedRange:
         """Returns where elements [start, stop) lie; there must be a region."""

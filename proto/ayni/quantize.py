@@ -15,6 +15,8 @@ so that no element is more than 127 times as large; at the largest numbers it is
 scale is still a number.
 """
 
+from collections.abc import Iterator
+
 import numpy as np
 import numpy.typing as npt
 
@@ -30,6 +32,10 @@ BLOCK_ELEMENTS = 256
 _SCALE = np.dtype("<f4")
 _LARGEST_CODE = np.float32(127)
 _NAN_CODE = -128
+_PIECE_BLOCKS = 256
+_PIECE_ELEMENTS = _PIECE_BLOCKS * BLOCK_ELEMENTS
+"""Elements that stay in the cache from one operation to the next."""
+_STARTS = np.arange(0, _PIECE_ELEMENTS, BLOCK_ELEMENTS)
 _SMALLEST_NORMAL = np.finfo(np.float32).smallest_normal
 
 
@@ -51,7 +57,7 @@ def num_elements(num_bytes: int) -> int:
 
 
 def quantize(values_C: Floats, out: Payload | None = None) -> Payload:
-    """Returns the payload that stands for float32 values (one pass).
+    """Returns the payload that stands for float32 values (one pass from memory; the second finds them in the cache).
 
     Args:
         values_C: shape [C].
@@ -62,8 +68,17 @@ def quantize(values_C: Floats, out: Payload | None = None) -> Payload:
     assert payload.size == payload_bytes(count), f"a payload of {count} elements is put into {payload.size} bytes"
     scales_B = payload[: num_blocks * _SCALE.itemsize].view(_SCALE)
     codes_C = payload[num_blocks * _SCALE.itemsize :].view(np.int8)
-    for blocks, elements, size in _runs(count):
-        _quantize_blocks(values_C[elements].reshape(-1, size), scales_B[blocks], codes_C[elements].reshape(-1, size))
+    scratch = np.empty(min(count, _PIECE_ELEMENTS), np.float32)
+    with np.errstate(invalid="ignore", over="ignore"):
+        scales_B[...] = _scales(_largest(values_C, scratch))
+        divisors_B = scales_B if scales_B.all() else np.where(scales_B == 0, np.float32(1), scales_B)
+        for blocks, elements, size in _runs(count):
+            _quantize_run(
+                values_C[elements].reshape(-1, size), divisors_B[blocks], codes_C[elements].reshape(-1, size), scratch
+            )
+    if not np.isfinite(scales_B).all():
+        for blocks, elements, size in _runs(count):
+            _mark(values_C[elements].reshape(-1, size), scales_B[blocks], codes_C[elements].reshape(-1, size))
     return payload
 
 
@@ -84,8 +99,12 @@ def dequantize(payload: bytes | memoryview | Payload, count: int, out_C: Floats 
     num_blocks = _num_blocks(count)
     scales_B = np.frombuffer(payload, _SCALE, num_blocks)
     codes_C = np.frombuffer(payload, np.int8, count, num_blocks * _SCALE.itemsize)
-    for blocks, elements, size in _runs(count):
-        _dequantize_blocks(scales_B[blocks], codes_C[elements].reshape(-1, size), values_C[elements].reshape(-1, size))
+    with np.errstate(invalid="ignore", over="ignore"):
+        for blocks, elements, size in _runs(count):
+            _dequantize_run(scales_B[blocks], codes_C[elements].reshape(-1, size), values_C[elements].reshape(-1, size))
+    if not np.isfinite(scales_B).all():
+        for blocks, elements, size in _runs(count):
+            _unmark(scales_B[blocks], codes_C[elements].reshape(-1, size), values_C[elements].reshape(-1, size))
     return values_C
 
 
@@ -97,18 +116,32 @@ def is_finite(payload: memoryview | Payload, count: int) -> bool:
     return bool(np.isfinite(tops_B).all()) or bool(np.isfinite(dequantize(payload, count)).all())
 
 
-def _quantize_blocks(values_BK: Floats, scales_B: Floats, codes_BK: Codes) -> None:
-    with np.errstate(invalid="ignore", over="ignore"):
-        scratch_BK = np.abs(values_BK)
+def _largest(values_C: Floats, scratch: Floats) -> Floats:
+    """Returns the largest magnitude of each block, shape [B]; NaN where there is one."""
+    largest_B = np.empty(_num_blocks(values_C.size), np.float32)
+    bits_B = largest_B.view(np.int32)
+    for blocks, elements, _ in _runs(values_C.size):
+        piece_C = values_C[elements]
+        sizes_C = np.abs(piece_C, out=scratch[: piece_C.size])
         # Without a sign, floats are in the order of their bits, NaN last, and whole numbers are compared much faster.
-        scales_B[...] = _scales(scratch_BK.view(np.int32).max(axis=1).view(np.float32))
-        divisors_B = np.where(scales_B == 0, np.float32(1), scales_B)
-        np.divide(values_BK, divisors_B[:, np.newaxis], out=scratch_BK)
-        codes_BK[...] = np.rint(scratch_BK, out=scratch_BK)
-    if not (finite_B := np.isfinite(scales_B)).all():
-        bad_BK = values_BK[~finite_B]
-        codes_BK[~finite_B] = np.where(np.isnan(bad_BK), _NAN_CODE, np.isposinf(bad_BK) * 1 - np.isneginf(bad_BK) * 1)
-        scales_B[~finite_B] = np.inf
+        starts_B = _STARTS[: blocks.stop - blocks.start]
+        np.maximum.reduceat(sizes_C.view(np.int32), starts_B, out=bits_B[blocks])
+    return largest_B
+
+
+def _quantize_run(values_BK: Floats, divisors_B: Floats, codes_BK: Codes, scratch: Floats) -> None:
+    scratch_BK = scratch[: values_BK.size].reshape(values_BK.shape)
+    np.divide(values_BK, divisors_B[:, np.newaxis], out=scratch_BK)
+    np.rint(scratch_BK, out=scratch_BK)
+    np.copyto(codes_BK, scratch_BK, casting="unsafe")
+
+
+def _mark(values_BK: Floats, scales_B: Floats, codes_BK: Codes) -> None:
+    """Writes the codes and scales of blocks that are not finite."""
+    is_bad_B = ~np.isfinite(scales_B)
+    bad_BK = values_BK[is_bad_B]
+    codes_BK[is_bad_B] = np.where(np.isnan(bad_BK), _NAN_CODE, np.isposinf(bad_BK) * 1 - np.isneginf(bad_BK) * 1)
+    scales_B[is_bad_B] = np.inf
 
 
 def _scales(largest_B: Floats) -> Floats:
@@ -122,25 +155,27 @@ def _scales(largest_B: Floats) -> Floats:
     return scales_B
 
 
-def _dequantize_blocks(scales_B: Floats, codes_BK: Codes, out_BK: Floats) -> None:
-    out_BK[...] = codes_BK
-    with np.errstate(invalid="ignore", over="ignore"):
-        out_BK *= scales_B[:, np.newaxis]
-    if not (finite_B := np.isfinite(scales_B)).all():
-        codes_BK = codes_BK[~finite_B]
-        values_BK = np.where(codes_BK == _NAN_CODE, np.float32(np.nan), out_BK[~finite_B])
-        out_BK[~finite_B] = np.where(codes_BK == 0, np.float32(0), values_BK)
+def _dequantize_run(scales_B: Floats, codes_BK: Codes, out_BK: Floats) -> None:
+    np.copyto(out_BK, codes_BK)
+    np.multiply(out_BK, scales_B[:, np.newaxis], out=out_BK)
 
 
-def _runs(count: int) -> list[tuple[slice, slice, int]]:
-    """Returns which blocks of which elements are worked on at once, and how long each is: the last may be shorter."""
+def _unmark(scales_B: Floats, codes_BK: Codes, out_BK: Floats) -> None:
+    """Puts what is not finite where its codes are."""
+    is_bad_B = ~np.isfinite(scales_B)
+    codes_BK = codes_BK[is_bad_B]
+    values_BK = np.where(codes_BK == _NAN_CODE, np.float32(np.nan), out_BK[is_bad_B])
+    out_BK[is_bad_B] = np.where(codes_BK == 0, np.float32(0), values_BK)
+
+
+def _runs(count: int) -> Iterator[tuple[slice, slice, int]]:
+    """Yields which blocks of which elements are worked on at once, and how long each is: the last may be shorter."""
     whole, rest = divmod(count, BLOCK_ELEMENTS)
-    start = whole * BLOCK_ELEMENTS
-    runs = [
-        (slice(0, whole), slice(0, start), BLOCK_ELEMENTS),
-        (slice(whole, whole + 1), slice(start, count), rest),
-    ]
-    return [run for run, is_there in zip(runs, (whole, rest), strict=True) if is_there]
+    for first in range(0, whole, _PIECE_BLOCKS):
+        last = min(first + _PIECE_BLOCKS, whole)
+        yield slice(first, last), slice(first * BLOCK_ELEMENTS, last * BLOCK_ELEMENTS), BLOCK_ELEMENTS
+    if rest:
+        yield slice(whole, whole + 1), slice(whole * BLOCK_ELEMENTS, count), rest
 
 
 def _num_blocks(count: int) -> int:

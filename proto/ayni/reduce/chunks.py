@@ -1,12 +1,14 @@
-"""A chunk of a contribution as it came, checked and decoded.  [core]"""
+"""A chunk of a contribution as it came, checked.  [core]"""
 
 import zlib
 from dataclasses import dataclass
 
+import numpy as np
+
 from ayni import tensors
 from ayni.errors import BadChunk, Checksum
 from ayni.frames import ChunkView, decode_frame
-from ayni.tensors import Floats
+from ayni.reduce.packed import Values, packed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,22 +18,22 @@ class Arrived:
     Attributes:
         part: index into the contribution's parts.
         offset: first element.
-        values_C: shape [C], float32; a read-only view of the frame for float32.
+        values_C: what it stands for, C elements; a read-only view of the frame.
     """
 
     part: int
     offset: int
-    values_C: Floats  # noqa: N815
+    values_C: Values  # noqa: N815
 
 
 def arrived(frame: bytes, label: str, dtype: str, chunk_elements: int) -> Arrived:
-    """Returns the chunk in a frame (no copy of a float32 payload).
+    """Returns the chunk in a frame (no copy).
 
     Args:
         frame: the message.
         label: names step and bucket in errors.
         dtype: element type on the wire.
-        chunk_elements: most elements of a chunk; more are refused before they are decoded.
+        chunk_elements: most elements of a chunk; more are refused.
 
     Raises:
         BadRequest: the frame is not valid protobuf.
@@ -43,7 +45,7 @@ def arrived(frame: bytes, label: str, dtype: str, chunk_elements: int) -> Arrive
         kind = f"field {number}" if not isinstance(chunk, ChunkView) else "bytes in shared memory"
         raise _bad(label, "frame", "a chunk with data", kind)
     offset = first_element(chunk, label, dtype)
-    return Arrived(part=chunk.part, offset=offset, values_C=decoded(chunk, label, dtype, chunk_elements))
+    return Arrived(part=chunk.part, offset=offset, values_C=checked(chunk, label, dtype, chunk_elements))
 
 
 def first_element(chunk: ChunkView, label: str, dtype: str) -> int:
@@ -58,8 +60,8 @@ def first_element(chunk: ChunkView, label: str, dtype: str) -> int:
     return chunk.offset_bytes // size
 
 
-def decoded(chunk: ChunkView, label: str, dtype: str, chunk_elements: int) -> Floats:
-    """Returns the values of a chunk, shape [C], float32: a read-only view of the frame for float32.
+def checked(chunk: ChunkView, label: str, dtype: str, chunk_elements: int) -> Values:
+    """Returns the values of a chunk, C elements: a read-only view of the frame, decoded where it is added.
 
     Raises:
         BadChunk: it is too long, which may take four times its bytes to decode, or holds no whole elements.
@@ -69,7 +71,7 @@ def decoded(chunk: ChunkView, label: str, dtype: str, chunk_elements: int) -> Fl
     if len(chunk.data) > most:
         raise _bad(label, "length", f"at most {most}", len(chunk.data))
     _check_crc(label, chunk)
-    return tensors.decode(chunk.data, dtype)
+    return packed(np.frombuffer(chunk.data, np.uint8), dtype)
 
 
 def _check_crc(label: str, chunk: ChunkView) -> None:

@@ -2,8 +2,8 @@
 
 Legend: C elements in a chunk.
 
-What lies in a worker's memory waits there for its other half, also where it is rounded for the wire. Whether it is
-finite is seen without decoding it, and it becomes float32 once, in the addition.
+What lies in a worker's memory, or came in a frame, waits there for its other half, also where it is rounded for the
+wire. Whether it is finite is seen without decoding it, and it becomes float32 once, in the addition.
 """
 
 from dataclasses import dataclass
