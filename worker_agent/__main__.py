@@ -5,9 +5,10 @@ import sys
 from collections.abc import Sequence
 
 DESCRIPTION = """Joins a run and trains until it is over. Model and data come from the coordinator. Exit codes: 0 the
-run is finished, 1 failed or interrupted, 2 wrong use, 75 the coordinator could not be reached (a supervisor may try
-again). To serve blocks and train nothing: python -m worker_agent serve --layouts FILE. To see what this machine can
-compute with: python -m worker_agent doctor. To start agents on a Ray cluster: python -m worker_agent ray --help."""
+run is finished, 1 failed or interrupted, 2 wrong use, 75 the coordinator could not be reached or the device was lost (a
+supervisor may try again). To serve blocks and train nothing: python -m worker_agent serve --layouts FILE. To see what
+this machine can compute with: python -m worker_agent doctor. To start agents on a Ray cluster: python -m worker_agent
+ray --help."""
 SERVE_DESCRIPTION = """Serves blocks: has the layouts that a file names and carries out what a leader asks for. Joins no
 run. Exit codes: 0 stopped by a signal, 1 failed, 2 wrong use."""
 RAY_DESCRIPTION = """Starts agents as actors on a Ray cluster, and with --run the coordinator beside this process, and
@@ -22,10 +23,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     commands = {"serve": _serve, "ray": _ray, "doctor": _doctor}
-    return commands[given[0]](given[1:]) if given and given[0] in commands else _train(given)
+    if given and given[0] in commands:
+        return commands[given[0]](given[1:])
+    return _train(given, owns_process=arguments is None)
 
 
-def _train(arguments: Sequence[str]) -> int:
+def _train(arguments: Sequence[str], owns_process: bool) -> int:
     import argparse
     import logging
 
@@ -52,9 +55,16 @@ def _train(arguments: Sequence[str]) -> int:
         # Not before the flags are read: gRPC and torch take their time.
         from ayni.rpc import tune_allocator
         from worker_agent.agent import Agent
+        from worker_agent.lost_device import DeviceLost, go_on_without
 
         tune_allocator()
-        return Agent(config).run()
+        try:
+            return Agent(config).run()
+        except DeviceLost as error:
+            # A program that has called this, or a coordinator beside it, would not outlive it.
+            if config.backend == "auto" and owns_process and not config.launch.starts_coordinator:
+                go_on_without(error)
+            raise
 
     return exit_code_of(work)
 

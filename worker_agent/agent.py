@@ -32,6 +32,7 @@ from worker_agent.coordinator import Coordinator
 from worker_agent.faults import CoordinatorLost, CoordinatorUnreachable, Interrupted, TransportBroken
 from worker_agent.job import Builder, Fill, Job
 from worker_agent.launchers import worker_name
+from worker_agent.lost_device import noticed
 from worker_agent.messages import Run
 from worker_agent.progress import Reporter, make_reporter
 from worker_agent.serving import BlockService, ServiceConfig, block_service
@@ -75,7 +76,7 @@ class Agent:
             AyniError: the coordinator refused.
             OSError: a port, a file or the disk.
             SettingsError: wrong use.
-            TemporaryFailure: the coordinator could not be reached, or was lost.
+            TemporaryFailure: the coordinator could not be reached, or was lost; or the device was (`DeviceLost`).
         """
         token = load_token(self._config.token_file)
         reporter = make_reporter(self._config.log_format)
@@ -132,7 +133,8 @@ class Agent:
         )
         client.on_offer(job.offered.offered)
         client.count_fallbacks(job.backend.fallbacks)
-        with self._leaving(client), self._attached(client, token):
+        losing = noticed(job.backend.name, job.backend.device_names)
+        with self._leaving(client), self._attached(client, token), losing:
             result = self._train(job, client, reporter, metrics)
             client.close("it was drained" if client.drained else "the run is over", result.parameters_sha256)
         _log.info("%s", _farewell(result, client))

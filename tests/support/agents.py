@@ -53,12 +53,14 @@ class AgentProcess:
 
 
 @contextlib.contextmanager
-def agent(address: str, name: str, folder: Path, *flags: str, **extra: str) -> Iterator[AgentProcess]:
+def agent(
+    address: str, name: str, folder: Path, *flags: str, program: str = "worker_agent", **extra: str
+) -> Iterator[AgentProcess]:
     """An agent process; killed at the end if it is still there."""
     folder.mkdir(parents=True, exist_ok=True)
     log, output = folder / f"{name}.log", folder / name
     command = [
-        *(sys.executable, "-m", "worker_agent", "--coordinator", address, "--name", name, "--backend", "cpu"),
+        *(sys.executable, "-m", program, "--coordinator", address, "--name", name, "--backend", "cpu"),
         *("--cache-dir", str(folder / "cache"), "--output-dir", str(output), "--no-tensorboard", *flags),
     ]
     with log.open("w") as stderr:
