@@ -22,6 +22,8 @@ MOST_ENTRIES = 20_000
 """Entries of a list of numbers: many, and well below gRPC's limit of a message."""
 
 _MOST_MESSAGES = 300
+_MOST_LIST_BYTES = 6 << 20
+"""Above gRPC's limit of a message, which is worth a try, and no more."""
 _DEEPEST = 5
 
 _INTEGERS = {
@@ -114,9 +116,13 @@ def _draw_list(draw: Any, target: Any, field: FieldDescriptor, hints: Hints, dep
     if field.message_type:
         hint = _hint(draw, field, hints)
         entry = draw_message(draw, field.message_type, hints, depth + 1) if hint is None else hint
-        target.extend([entry] * (draw(st.integers(0, _MOST_MESSAGES)) if kind == 9 else kind % 3))
+        count = draw(st.integers(0, _MOST_MESSAGES)) if kind == 9 else kind % 3
+        # Lists in lists of lists would take all memory before anybody could refuse them.
+        target.extend([entry] * min(count, _MOST_LIST_BYTES // max(1, entry.ByteSize())))
     elif kind == 9:
-        target.extend([_draw_scalar(draw, field, hints)] * draw(st.integers(0, MOST_ENTRIES)))
+        value, count = _draw_scalar(draw, field, hints), draw(st.integers(0, MOST_ENTRIES))
+        size = len(value) if isinstance(value, str | bytes) else 1
+        target.extend([value] * min(count, _MOST_LIST_BYTES // max(1, size)))
     else:
         target.extend(_draw_scalar(draw, field, hints) for _ in range(kind % 5))
 
