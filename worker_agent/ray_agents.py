@@ -94,7 +94,7 @@ class _Crew:
         if code == DONE:
             self.is_over = True
         elif code == TEMPORARY:
-            self._again(agent, "could not reach the coordinator")
+            self._again(agent, f"ended for now (code {TEMPORARY}; its log says why)")
         else:
             _log.error("agent %d ended with code %d; its log says why", agent.rank, code)
 
