@@ -59,12 +59,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @contextmanager
 def two(folder: Path, backend: str, told: str) -> Iterator[tuple[CoordinatorProcess, AgentProcess, AgentProcess]]:
-    """A run of ant on the CPU, and of bee whose GPU is lost in one of the first steps."""
+    """A run of ant on the CPU, and of bee whose GPU is lost in its first step."""
     slow = module(folder / "own", SLOW)
     with ExitStack() as stack:
         server = stack.enter_context(coordinator(folder, RUN))
         ant = stack.enter_context(agent(server.address, "ant", folder, **slow))
-        loses = {"program": "tests.support.fake_gpu_agent", "LOSE_AT": "15", "LOSE_WITH": told}
+        loses = {"program": "tests.support.fake_gpu_agent", "LOSE_AT": "5", "LOSE_WITH": told}
         yield (
             server,
             ant,

@@ -18,7 +18,8 @@ class FragileTask(ToyTask):
 
     def batch(self, indices, split):
         self.batches += 1
-        if self.batches == 12:
+        # In the first step: later ones may leave a slow device without a part.
+        if self.batches == 2:
             for device in [found for found in gc.get_objects() if isinstance(found, GemmDevice)]:
                 device._device.destroy()
         return super().batch(indices, split)
@@ -39,11 +40,9 @@ def test_a_worker_whose_device_is_destroyed_leaves_and_the_other_one_finishes(tm
         "stragglers": {"shortest": "200s", "longest": "200s"},
     }
     flags = ("--backend", "wgpu", "--allow-software-gpu", "--wgpu-engine", "wgpu_gemm", "--offload-min-flops", "0")
-    # With a cap each of them has a part in every step.
-    cap = ("--max-microbatches", "3")
     with (
         coordinator(tmp_path, run) as server,
-        agent(server.address, "bee", tmp_path, *flags, *cap, **own) as bee,
+        agent(server.address, "bee", tmp_path, *flags, **own) as bee,
         agent(server.address, "ant", tmp_path, **own) as ant,
     ):
         assert bee.end(150) == TEMPORARY, bee.read_log()
