@@ -35,7 +35,7 @@ RUN: dict[str, Any] = {
     "num_steps": 1,
     "min_workers": 2,
     "batch": {"samples": NUM, "microbatches": NUM},
-    "timeouts": {"shutdown": "1s", "lease": "60s", "accept": "61s"},
+    "timeouts": {"shutdown": "1s", "lease": "60s", "accept": "61s", "drain": "500ms"},
 }
 GRADIENTS = [np.random.default_rng(m).standard_normal(SIZE).astype(np.float32) for m in range(NUM)]
 ROUNDED = [dtype for dtype in tensors.WIRE_DTYPES if dtype != "float32"]
