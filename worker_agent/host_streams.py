@@ -168,22 +168,27 @@ class HostStream:
             raise
 
     def close(self, why: str = "it was closed by this worker") -> None:
-        """Ends the connection; who waits is told. A second call does nothing."""
+        """Ends the connection; who waits is told. A second call drops what came before the other side's end."""
         if self._end:
+            self._drop_came()
             return
         self._end = why
         if self._is_reading:
             self._loop.remove_reader(self._connection)
         self._loop.remove_writer(self._connection)
         self._connection.close()
-        close_all([fd for _, _, fd in self._came if fd >= 0])
-        self._came.clear()
         for packet in self._unsent:
             close_all(packet.fds)
         self._unsent.clear()
-        self.forget_lent()
+        self._drop_came()
         self._change.announce()
         self.on_end()
+
+    def _drop_came(self) -> None:
+        """Closes descriptors that came and nobody took: each of them keeps a region's memory."""
+        close_all([fd for _, _, fd in self._came if fd >= 0])
+        self._came.clear()
+        self.forget_lent()
 
     def _copies(self, fds: Sequence[int]) -> list[int]:
         """Returns copies of descriptors: a number may be another file's by the time it is sent."""
