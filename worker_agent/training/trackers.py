@@ -75,6 +75,8 @@ class Trackers:
         """
         if unknown := [name for name in names if name not in TRACKERS]:
             raise SettingsError(f"trackers: {', '.join(unknown)} is not one of {', '.join(TRACKERS)}")
+        if len(set(names)) < len(names):
+            raise SettingsError(f"trackers: {', '.join(names)} names one of them twice")
         deadline = time.monotonic() + BEGIN_SECONDS
         self._threads = {name: TrackerThread(name, partial(TRACKERS[name], run_id, worker)) for name in names}
         try:
@@ -101,11 +103,12 @@ def _wait_begun(name: str, thread: TrackerThread, deadline: float) -> None:
         thread.begun.result(max(0.0, deadline - time.monotonic()))
     except SettingsError:
         raise
-    except TimeoutError:
-        raise SettingsError(
-            f"trackers: {name} did not begin within {BEGIN_SECONDS:.0f} s; is its server there?"
-        ) from None
     except Exception as error:
+        # The tracker's own attempt may have ended with a TimeoutError as well.
+        if isinstance(error, TimeoutError) and not thread.begun.done():
+            raise SettingsError(
+                f"trackers: {name} did not begin within {BEGIN_SECONDS:.0f} s; is its server there?"
+            ) from None
         raise SettingsError(f"trackers: {name} could not begin: {error}") from error
 
 
