@@ -4,11 +4,13 @@ A process whose device is gone can't have another: CUDA's context stays broken, 
 leaves the run and the process ends; where "auto" has chosen the device, the same command takes its place on the CPU.
 """
 
+import contextlib
 import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from ayni.process import TemporaryFailure
 from worker_agent.device_errors import loss_told_by
@@ -50,9 +52,15 @@ def noticed(backend: str, devices: Sequence[str]) -> Iterator[None]:
 
 
 def go_on_without(error: DeviceLost) -> None:
-    """Becomes the same command with `--backend cpu`: the process keeps its id, and nothing else."""
+    """Becomes the same command with `--backend cpu`: the process keeps its id, and nothing else.
+
+    Returns where it can't: a file that can be read only once, such as --token-file <(...), is empty the second time.
+    """
+    if any(Path(argument.rpartition("=")[2]).is_fifo() for argument in sys.orig_argv[1:]):
+        return
     _log.warning("%s; --backend auto goes on without it: this worker starts again with --backend cpu", error.event)
     command = [sys.executable, *sys.orig_argv[1:], "--backend", "cpu"]
     logging.shutdown()
     sys.stdout.flush()
-    os.execv(sys.executable, command)
+    with contextlib.suppress(OSError):  # Then what was lost is still the reason of this end.
+        os.execv(sys.executable, command)
