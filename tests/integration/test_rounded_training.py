@@ -13,7 +13,9 @@ import pytest
 
 from ayni import tensors
 from ayni.buckets import Bucket
-from ayni.run_config import BatchConfig, OptimizerConfig, RunConfig, StateConfig, TaskConfig
+from ayni.run_config import OptimizerConfig, RunConfig, StateConfig
+from tests.support import elastic_loops
+from tests.support.elastic_loops import SEED, STEPS
 from tests.support.local_session import Faults, LocalRun, LocalSession, LocalSource
 from tests.support.toy_task import ToyTask, toy_task
 from worker_agent.session import Commit, MicrobatchStats, Report, ShardAssignment, Vector
@@ -22,20 +24,9 @@ from worker_agent.training.events import StepEvent, TrainResult
 from worker_agent.training.following import State
 from worker_agent.training.loop import Trainer, TrainingConfig
 
-SEED = 3
-STEPS = 8
-
 
 def config(**changes: object) -> RunConfig:
-    values: dict[str, object] = {
-        "seed": SEED,
-        "num_steps": STEPS,
-        "task": TaskConfig(name="toy"),
-        "batch": BatchConfig(samples=13, microbatches=8, evaluation_samples=5),
-        "optimizer": OptimizerConfig(learning_rate=0.05, weight_decay=0.01, clip_norm=0.5),
-        "wire_type": "int8",
-    }
-    return RunConfig(**(values | changes))  # type: ignore[arg-type]
+    return elastic_loops.config(**{"wire_type": "int8", **changes})
 
 
 def new_task(seed: int = SEED) -> ToyTask:

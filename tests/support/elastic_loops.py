@@ -12,8 +12,6 @@ from worker_agent.training.loop import Trainer, TrainingConfig, train
 from worker_agent.training.task import LossSums
 
 SEED = 3
-
-
 STEPS = 8
 
 
