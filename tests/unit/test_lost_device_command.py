@@ -1,12 +1,12 @@
 """When a worker whose device is lost does not become the same command again."""
 
+import logging
 import os
 import sys
 from pathlib import Path
 
 import pytest
 
-from worker_agent import lost_device
 from worker_agent.lost_device import DeviceLost, go_on_without
 
 
@@ -14,7 +14,7 @@ from worker_agent.lost_device import DeviceLost, go_on_without
 def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """Commands that a process would have become."""
     made: list[list[str]] = []
-    monkeypatch.setattr(lost_device.logging, "shutdown", lambda: None)
+    monkeypatch.setattr(logging, "shutdown", lambda: None)
     monkeypatch.setattr(os, "execv", lambda _, command: made.append(command))
     return made
 
@@ -38,7 +38,7 @@ def test_a_command_that_can_not_be_started_leaves_the_reason(monkeypatch: pytest
     def fail(*_: object) -> None:
         raise OSError("no such file")
 
-    monkeypatch.setattr(lost_device.logging, "shutdown", lambda: None)
+    monkeypatch.setattr(logging, "shutdown", lambda: None)
     monkeypatch.setattr(os, "execv", fail)
     monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "worker_agent"])
     go_on_without(DeviceLost("the device was lost"))
