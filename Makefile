@@ -38,7 +38,7 @@ $(SETUP): pyproject.toml
 	  { echo "Python can't make virtual environments here. On Debian: apt-get install python3-venv" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[train,plot,data,s3,postgres,dashboard,otel,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[train,plot,data,fast,s3,postgres,dashboard,otel,dev]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(NIXL)
 	@touch $@
 

@@ -26,7 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _serve(arguments: Sequence[str]) -> int:
     from ayni import logs
     from ayni.flags import read_command_line
-    from ayni.process import run_until_signal
+    from ayni.kernels import loading
+    from ayni.process import Stop, run_until_signal
     from ayni.rpc import tune_allocator
     from coordinator_service.config import RunFile
     from coordinator_service.run_places import with_database
@@ -36,7 +37,12 @@ def _serve(arguments: Sequence[str]) -> int:
     file = read_command_line(RunFile, given, prog="python -m coordinator_service", description=_DESCRIPTION)
     logs.configure(file.log_format, file.log_level.upper())
     tune_allocator()
-    return run_until_signal(lambda stop: serve(file, stop))
+
+    async def serving(stop: Stop) -> int:
+        loading.choose()
+        return await serve(file, stop)
+
+    return run_until_signal(serving)
 
 
 _DESCRIPTION = (

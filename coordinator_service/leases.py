@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ayni.buckets import Bucket
-from ayni.reduce.reduction import Reduced
+from ayni.reduce.mean_writer import Reduced
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,7 +18,7 @@ from ayni import frames, tensors
 from ayni.buckets import Bucket
 from ayni.errors import AyniError, BadChunk
 from ayni.reduce.chunks import checked, first_element
-from ayni.reduce.reduction import Reduced
+from ayni.reduce.mean_writer import Reduced
 from ayni.shm.sources import Source, source
 from coordinator_service.leases import Lease, Totals
 from coordinator_service.same_host import SameHost

@@ -53,11 +53,13 @@ def _train(arguments: Sequence[str], owns_process: bool) -> int:
 
     def agent() -> int:
         # Not before the flags are read: gRPC and torch take their time.
+        from ayni.kernels import loading
         from ayni.rpc import tune_allocator
         from worker_agent.agent import Agent
         from worker_agent.lost_device import DeviceLost, go_on_without
 
         tune_allocator()
+        loading.choose()
         try:
             return Agent(config).run()
         except DeviceLost as error:

@@ -132,7 +132,7 @@ class SliceContribution:
     def close(self) -> None:
         """Leaves the worker's budget: nobody serves it any more."""
         self.is_open = False
-        self.live.homes = [home_S for home_S in self.live.homes if home_S is not self._home]
+        self.live.homes[:] = [home_S for home_S in self.live.homes if home_S is not self._home]
         self.budget.contributions.discard(self)
         self.live.forget_frames()
         self.budget.changed.announce()

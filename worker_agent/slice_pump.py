@@ -9,13 +9,12 @@ given it up is found before anything of such a sum is told: the slice starts aga
 """
 
 import asyncio
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ayni.errors import AyniError, NonFinite
+from ayni.reduce.mean_writer import Reduced
 from ayni.reduce.packed import Values, floats, is_finite
-from ayni.reduce.reduction import Reduced
 from ayni.reduce.refusals import SUM_OF_ALL, not_finite
 from ayni.shm.sources import Source
 from worker_agent.changes import Change
@@ -26,6 +25,8 @@ if TYPE_CHECKING:
 
 _BURST = 1 << 20
 """Elements that are added at a time: one or two milliseconds of the event loop."""
+_RUN = 1 << 20
+"""Elements that are added at once where all contributions are there."""
 _HOT = 1 << 18
 """Elements that are added before they are copied: so many stay in the cache."""
 
@@ -39,7 +40,8 @@ class _Feed:
     offset: int
     """Element of the slice that is added next."""
     source: Source
-    pieces: Iterator[Values]
+    begin: int
+    """Element of the slice that `source` begins with."""
     last: Values | None = None
     """What was added last."""
 
@@ -61,8 +63,7 @@ class SlicePump:
 
     def add(self, contribution: "SliceContribution", part: int, offset: int, source: Source) -> None:
         """Has a run of a part added, from element `offset` of the slice on."""
-        pieces = source.pieces(self._live.chunk_elements)
-        self._feeds.append(_Feed(contribution, part, offset, source, pieces))
+        self._feeds.append(_Feed(contribution, part, offset, source, offset))
         if self._task is None:
             self._task = asyncio.create_task(self._run())
         self.wake()
@@ -96,6 +97,9 @@ class SlicePump:
         first, did = live.round.emitted, False
         while live.round.emitted - first < _BURST:
             due = [feed for feed in self._feeds if feed.offset == live.round.emitted]
+            if not finished and self._add_runs(due):
+                did = True
+                continue
             for feed in due:
                 did = self._contribute(feed, finished) or did
             if not due:
@@ -106,11 +110,33 @@ class SlicePump:
         live.publish(finished)
         return did
 
+    def _add_runs(self, due: list[_Feed]) -> bool:
+        """Adds several chunks of all parts at once, if it can be: between two chunks code leaves the cache, too."""
+        live, round_ = self._live, self._live.round
+        # A chunk at the end shows whether everybody has brought as much as there is to be.
+        most = min(_RUN, round_.spec.num_elements - round_.emitted - 1)
+        length = most // live.chunk_elements * live.chunk_elements
+        parts = [(feed.contribution.offer.lease_id, feed.part) for feed in due]
+        if length < 1 or not round_.is_due(parts):
+            return False
+        runs = [run for feed in due if (run := feed.source.run(feed.offset - feed.begin, length)) is not None]
+        if len(runs) < len(due):
+            return False
+        for feed, run in zip(due, runs, strict=True):
+            feed.last, feed.offset = run, feed.offset + length
+        try:
+            live.publish([round_.contribute_runs([(*part, run) for part, run in zip(parts, runs, strict=True)])])
+        except NonFinite as error:
+            live.fail(self._named(error))
+        return True
+
     def _contribute(self, feed: _Feed, finished: list[Reduced]) -> bool:
         """Adds a run's next chunk, if its contribution counts still; refuses it where it is none."""
         round_, lease_id = self._live.round, feed.contribution.offer.lease_id
         try:
-            values = next(feed.pieces, None)
+            # Behind the last chunk, which may be short, there is none.
+            number = -(-(feed.offset - feed.begin) // self._live.chunk_elements)
+            values = feed.source.piece(number, self._live.chunk_elements)
             if values is None or feed not in self._feeds:
                 feed.offset = -1
                 return False

@@ -23,8 +23,9 @@ from ayni import frames, tensors
 from ayni.buckets import Bucket
 from ayni.errors import AyniError, Deadline, RoundRestarted, StaleEpoch, TooLarge, WeightMismatch
 from ayni.reduce.digest import MeanDigest
+from ayni.reduce.mean_writer import Reduced
 from ayni.reduce.places import MeanPlace
-from ayni.reduce.reduction import Fate, Reduced, Round
+from ayni.reduce.reduction import Fate, Round
 from ayni.reduce.thread_digest import digest_for
 from ayni.step_values import MicrobatchStats, SliceDigest
 from ayni.tensors import Bytes, Floats, TensorSpec
@@ -59,8 +60,6 @@ class SliceRound:
         self.contributions: dict[int, SliceContribution] = {}
         """The stream of each lease, which may have ended."""
         self.name_of = terms.name_of
-        self.homes: list[Floats] = []
-        """Where this very worker wants the mean: it is copied while it is in the cache."""
         self.change = Change()
         """Announced when there is more of the mean, and when nobody needs to wait for it any more."""
         self.chunk_elements = terms.chunk_elements
@@ -75,6 +74,9 @@ class SliceRound:
                 mean_N=self.store_S if terms.wire_type == "float32" else None,
             ),
         )
+        is_exact = self.round.mean_N is not None
+        self.homes: list[Floats] = self.round.mean.copies if is_exact else []
+        """Where this very worker wants the mean: the round copies it while it is in the cache, unless it is rounded."""
         self._dtype = tensors.mean_dtype(terms.wire_type)
         self._stats: dict[int, MicrobatchStats] = {}
         self._frames: dict[int, bytes] = {}
@@ -117,8 +119,8 @@ class SliceRound:
             stop = chunk.offset + chunk.values_C.size
             if self.round.mean_N is None:
                 self._keep(chunk.offset, self.store.put(chunk.values_C, chunk.offset))
-            for home_S in self.homes:
-                home_S[chunk.offset : stop] = self.store_S[chunk.offset : stop]
+                for home_S in self.homes:
+                    home_S[chunk.offset : stop] = self.store_S[chunk.offset : stop]
             self.emitted = stop
         if self.round.complete:
             self.pump.clear()

@@ -15,28 +15,22 @@ so that no element is more than 127 times as large; at the largest numbers it is
 scale is still a number.
 """
 
-from collections.abc import Iterator
-
 import numpy as np
 import numpy.typing as npt
 
 from ayni.errors import BadChunk
+from ayni.kernels.current import kernels
+from ayni.kernels.numpy_kernels import SCALE_BLOCK, runs
 
 Floats = npt.NDArray[np.float32]
 Codes = npt.NDArray[np.int8]
 Payload = npt.NDArray[np.uint8]
 
-BLOCK_ELEMENTS = 256
+BLOCK_ELEMENTS = SCALE_BLOCK
 """Elements that share one scale."""
 
 _SCALE = np.dtype("<f4")
-_LARGEST_CODE = np.float32(127)
 _NAN_CODE = -128
-_PIECE_BLOCKS = 256
-_PIECE_ELEMENTS = _PIECE_BLOCKS * BLOCK_ELEMENTS
-"""Elements that stay in the cache from one operation to the next."""
-_STARTS = np.arange(0, _PIECE_ELEMENTS, BLOCK_ELEMENTS)
-_SMALLEST_NORMAL = np.finfo(np.float32).smallest_normal
 
 
 def payload_bytes(num_elements: int) -> int:
@@ -57,7 +51,7 @@ def num_elements(num_bytes: int) -> int:
 
 
 def quantize(values_C: Floats, out: Payload | None = None) -> Payload:
-    """Returns the payload that stands for float32 values (one pass from memory; the second finds them in the cache).
+    """Returns the payload that stands for float32 values (one pass from memory).
 
     Args:
         values_C: shape [C].
@@ -68,16 +62,9 @@ def quantize(values_C: Floats, out: Payload | None = None) -> Payload:
     assert payload.size == payload_bytes(count), f"a payload of {count} elements is put into {payload.size} bytes"
     scales_B = payload[: num_blocks * _SCALE.itemsize].view(_SCALE)
     codes_C = payload[num_blocks * _SCALE.itemsize :].view(np.int8)
-    scratch = np.empty(min(count, _PIECE_ELEMENTS), np.float32)
-    with np.errstate(invalid="ignore", over="ignore"):
-        scales_B[...] = _scales(_largest(values_C, scratch))
-        divisors_B = scales_B if scales_B.all() else np.where(scales_B == 0, np.float32(1), scales_B)
-        for blocks, elements, size in _runs(count):
-            _quantize_run(
-                values_C[elements].reshape(-1, size), divisors_B[blocks], codes_C[elements].reshape(-1, size), scratch
-            )
+    kernels().to_int8(values_C, scales_B, codes_C)
     if not np.isfinite(scales_B).all():
-        for blocks, elements, size in _runs(count):
+        for blocks, elements, size in runs(count):
             _mark(values_C[elements].reshape(-1, size), scales_B[blocks], codes_C[elements].reshape(-1, size))
     return payload
 
@@ -99,13 +86,22 @@ def dequantize(payload: bytes | memoryview | Payload, count: int, out_C: Floats 
     num_blocks = _num_blocks(count)
     scales_B = np.frombuffer(payload, _SCALE, num_blocks)
     codes_C = np.frombuffer(payload, np.int8, count, num_blocks * _SCALE.itemsize)
-    with np.errstate(invalid="ignore", over="ignore"):
-        for blocks, elements, size in _runs(count):
-            _dequantize_run(scales_B[blocks], codes_C[elements].reshape(-1, size), values_C[elements].reshape(-1, size))
-    if not np.isfinite(scales_B).all():
-        for blocks, elements, size in _runs(count):
-            _unmark(scales_B[blocks], codes_C[elements].reshape(-1, size), values_C[elements].reshape(-1, size))
-    return values_C
+    return _dequantized(scales_B, codes_C, values_C)
+
+
+def dequantize_part(payload: Payload, part: slice) -> Floats:
+    """Returns the float32 values of some elements of a payload of whole elements.
+
+    Args:
+        payload: all of it.
+        part: start and stop, in elements; start is a multiple of `BLOCK_ELEMENTS`.
+    """
+    num_blocks = _num_blocks(num_elements(payload.size))
+    first, last = part.start // BLOCK_ELEMENTS, _num_blocks(part.stop)
+    scales_B = payload[first * _SCALE.itemsize : last * _SCALE.itemsize]
+    codes_C = payload[num_blocks * _SCALE.itemsize :][part]
+    values_C = np.empty(part.stop - part.start, np.float32)
+    return _dequantized(scales_B.view(_SCALE), codes_C.view(np.int8), values_C)
 
 
 def is_finite(payload: memoryview | Payload, count: int) -> bool:
@@ -116,24 +112,12 @@ def is_finite(payload: memoryview | Payload, count: int) -> bool:
     return bool(np.isfinite(tops_B).all()) or bool(np.isfinite(dequantize(payload, count)).all())
 
 
-def _largest(values_C: Floats, scratch: Floats) -> Floats:
-    """Returns the largest magnitude of each block, shape [B]; NaN where there is one."""
-    largest_B = np.empty(_num_blocks(values_C.size), np.float32)
-    bits_B = largest_B.view(np.int32)
-    for blocks, elements, _ in _runs(values_C.size):
-        piece_C = values_C[elements]
-        sizes_C = np.abs(piece_C, out=scratch[: piece_C.size])
-        # Without a sign, floats are in the order of their bits, NaN last, and whole numbers are compared much faster.
-        starts_B = _STARTS[: blocks.stop - blocks.start]
-        np.maximum.reduceat(sizes_C.view(np.int32), starts_B, out=bits_B[blocks])
-    return largest_B
-
-
-def _quantize_run(values_BK: Floats, divisors_B: Floats, codes_BK: Codes, scratch: Floats) -> None:
-    scratch_BK = scratch[: values_BK.size].reshape(values_BK.shape)
-    np.divide(values_BK, divisors_B[:, np.newaxis], out=scratch_BK)
-    np.rint(scratch_BK, out=scratch_BK)
-    np.copyto(codes_BK, scratch_BK, casting="unsafe")
+def _dequantized(scales_B: Floats, codes_C: Codes, values_C: Floats) -> Floats:
+    kernels().from_int8(scales_B, codes_C, values_C)
+    if not np.isfinite(scales_B).all():
+        for blocks, elements, size in runs(values_C.size):
+            _unmark(scales_B[blocks], codes_C[elements].reshape(-1, size), values_C[elements].reshape(-1, size))
+    return values_C
 
 
 def _mark(values_BK: Floats, scales_B: Floats, codes_BK: Codes) -> None:
@@ -144,38 +128,12 @@ def _mark(values_BK: Floats, scales_B: Floats, codes_BK: Codes) -> None:
     scales_B[is_bad_B] = np.inf
 
 
-def _scales(largest_B: Floats) -> Floats:
-    scales_B = largest_B / _LARGEST_CODE
-    tops_B = scales_B * _LARGEST_CODE
-    is_short_B = (scales_B < _SMALLEST_NORMAL) & (tops_B < largest_B)
-    is_over_B = np.isinf(tops_B) & np.isfinite(largest_B)
-    if is_short_B.any() or is_over_B.any():
-        scales_B = np.where(is_short_B, np.nextafter(scales_B, np.float32(1)), scales_B)
-        return np.where(is_over_B, np.nextafter(scales_B, np.float32(0)), scales_B)
-    return scales_B
-
-
-def _dequantize_run(scales_B: Floats, codes_BK: Codes, out_BK: Floats) -> None:
-    np.copyto(out_BK, codes_BK)
-    np.multiply(out_BK, scales_B[:, np.newaxis], out=out_BK)
-
-
 def _unmark(scales_B: Floats, codes_BK: Codes, out_BK: Floats) -> None:
     """Puts what is not finite where its codes are."""
     is_bad_B = ~np.isfinite(scales_B)
     codes_BK = codes_BK[is_bad_B]
     values_BK = np.where(codes_BK == _NAN_CODE, np.float32(np.nan), out_BK[is_bad_B])
     out_BK[is_bad_B] = np.where(codes_BK == 0, np.float32(0), values_BK)
-
-
-def _runs(count: int) -> Iterator[tuple[slice, slice, int]]:
-    """Yields which blocks of which elements are worked on at once, and how long each is: the last may be shorter."""
-    whole, rest = divmod(count, BLOCK_ELEMENTS)
-    for first in range(0, whole, _PIECE_BLOCKS):
-        last = min(first + _PIECE_BLOCKS, whole)
-        yield slice(first, last), slice(first * BLOCK_ELEMENTS, last * BLOCK_ELEMENTS), BLOCK_ELEMENTS
-    if rest:
-        yield slice(whole, whole + 1), slice(whole * BLOCK_ELEMENTS, count), rest
 
 
 def _num_blocks(count: int) -> int:

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from ayni import quantize
 from ayni.errors import BadChunk
+from ayni.kernels.current import kernels
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
@@ -104,20 +105,22 @@ def encode(values_C: Floats, dtype: str) -> memoryview:
     Returns:
         A view of `values_C` for float32; a new buffer else (one copy).
     """
-    if dtype == "int8":
-        return quantize.quantize(values_C).data
-    with np.errstate(over="ignore"):
-        wire = values_C.astype(DTYPES[dtype], copy=False)
-    return wire.view(np.uint8).data
+    if dtype == "float32":
+        return values_C.astype(DTYPES[dtype], copy=False).view(np.uint8).data
+    wire = np.empty(payload_bytes(values_C.size, dtype), np.uint8)
+    encode_into(values_C, dtype, wire)
+    return wire.data
 
 
 def encode_into(values_C: Floats, dtype: str, out: Bytes) -> None:
     """Writes the wire bytes of float32 values to `out`, which has exactly their length (one copy); see `encode`."""
     if dtype == "int8":
         quantize.quantize(values_C, out)
-        return
-    with np.errstate(over="ignore"):
-        out.view(DTYPES[dtype])[...] = values_C
+    elif dtype == "bfloat16":
+        kernels().to_bfloat16(values_C, out.view(np.uint16))
+    else:
+        with np.errstate(over="ignore"):
+            out.view(DTYPES[dtype])[...] = values_C
 
 
 def decode(data: bytes | memoryview | Bytes, dtype: str) -> Floats:
@@ -134,6 +137,20 @@ def decode(data: bytes | memoryview | Bytes, dtype: str) -> Floats:
     if len(data) % itemsize(dtype):
         raise _not_whole(len(data), dtype)
     return np.frombuffer(data, DTYPES[dtype]).astype(np.float32, copy=False)
+
+
+def decode_part(data: Bytes, dtype: str, part: slice) -> Floats:
+    """Returns the float32 values of some elements of wire bytes, which hold whole elements.
+
+    Args:
+        data: all bytes.
+        dtype: name in WIRE_DTYPES.
+        part: start and stop, in elements; with int8 start is a multiple of `scale_block_elements`.
+    """
+    if dtype == "int8":
+        return quantize.dequantize_part(data, part)
+    size = itemsize(dtype)
+    return decode(data[part.start * size : part.stop * size], dtype)
 
 
 def decode_into(data: bytes | memoryview, dtype: str, out_C: Floats) -> None:

@@ -11,6 +11,7 @@ import time
 import numpy as np
 
 from ayni.buckets import FLAT
+from ayni.kernels import loading
 from ayni.rpc import tune_allocator
 from worker_agent.client import ClientConfig, WorkerClient
 from worker_agent.session import Commit, MicrobatchStats, Report
@@ -20,6 +21,7 @@ DEADLINE = 300.0
 
 def main() -> None:
     tune_allocator()
+    loading.choose("compiled")
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--coordinator", required=True)
     parser.add_argument("--rank", required=True, type=int)

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from ayni.kernels import loading
 from ayni.rpc import tune_allocator
 from ayni.tensors import WIRE_DTYPES
 from tests.bench.bare_grpc import Bare
@@ -33,6 +34,7 @@ TOLERANCE = {"float32": 1e-6, "bfloat16": 2**-7, "float16": 2**-9, "int8": 2**-6
 
 def main() -> None:
     tune_allocator()
+    loading.choose("compiled")
     torch.set_num_threads(1)
     given = _arguments()
     dist.init_process_group(

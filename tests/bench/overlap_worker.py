@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ayni.buckets import BLOCK_COMPONENTS, Bucket
+from ayni.kernels import loading
 from ayni.rpc import tune_allocator
 from ayni.run_config import RunConfig
 from ayni.settings import from_mapping
@@ -77,6 +78,7 @@ class WaitingTask(TaskBase):
 
 def main() -> None:
     tune_allocator()
+    loading.choose("compiled")
     torch.set_num_threads(1)
     given = _arguments()
     task = WaitingTask(given.layers, given.numel, (given.forward_s, given.backward_s))

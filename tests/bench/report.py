@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).resolve().parent / "results"
-PACKAGES = ("numpy", "torch", "grpcio", "protobuf")
+PACKAGES = ("numpy", "numba", "torch", "grpcio", "protobuf")
 
 
 def row(case: str, ours: float, peer: str, theirs: float, unit: str, goal: float | None = None) -> dict:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from ayni.kernels import loading
 from ayni.rpc import tune_allocator
 from ayni.v1 import coordinator_pb2 as pb
 from tests.support.coordinator import RawWorker, raw_worker
@@ -121,6 +122,7 @@ async def serve(given: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     tune_allocator()
+    loading.choose("compiled")
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--coordinator", required=True)
     for name in ("coordinator-pid", "workers", "first", "count", "elements", "steps", "beats"):

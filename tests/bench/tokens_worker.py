@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ayni import order
+from ayni.kernels import loading
 from ayni.rpc import tune_allocator
 from ayni.run_config import RunConfig
 from ayni.settings import from_mapping
@@ -29,6 +30,7 @@ DEADLINE_S = 300.0
 
 def main() -> None:
     tune_allocator()
+    loading.choose("compiled")
     torch.set_num_threads(1)
     given = _arguments()
     config = from_mapping(RunConfig, json.loads(given.run))

@@ -139,7 +139,7 @@ def test_operations_names_reasons_states_and_settings_that_there_are():
     states = ["waiting", "running", "paused", "halted", "finished"]
     assert list(table(section(page, "## States of a run"))) == states
     keys = {leaf.path for leaf in [*leaves(RunFile), *leaves(WorkerConfig)]}
-    assert {name.lower() for name in re.findall(r"AYNI_(\w+)", page)} <= keys | {"failpoints"}
+    assert {name.lower() for name in re.findall(r"AYNI_(\w+)", page)} <= keys | {"failpoints", "kernels"}
     flags = {key.replace(".", "-").replace("_", "-") for key in keys} | {"config"}
     page = re.sub(r"^kubectl .*\\\n.*\n", "", page, flags=re.MULTILINE)
     ours = re.findall(r"(?:-m (?:coordinator_service|worker_agent) |\\\n +|^ +- )--([a-z-]+)", page, re.MULTILINE)

@@ -22,6 +22,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ayni.flags import read_environment
+from ayni.kernels import loading
 from ayni.process import load_token
 from ayni.settings import SettingsError
 from ayni.step_values import Commit
@@ -190,6 +191,7 @@ def join(
         AyniError: the coordinator refused, such as `Incompatible` where another worker has another model; or the
             others began without this one (`RunStarted`).
     """
+    loading.choose()
     named = [(name, parameter) for name, parameter in _inner(model).named_parameters() if parameter.requires_grad]
     check_floats(named)
     specs = cut({name: parameter.numel() for name, parameter in named}, bucket_elements)

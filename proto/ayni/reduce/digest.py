@@ -40,10 +40,15 @@ class MeanDigest:
         self._rest_C: Floats | None = None
         """Elements after the last multiple of `SQUARES`."""
 
-    def add(self, mean_C: Floats) -> None:
-        """Takes the next chunk, shape [C], float32; it must not change afterwards."""
+    def add(self, mean_C: Floats, square_sums: Sequence[float] = ()) -> None:
+        """Takes the next chunk.
+
+        Args:
+            mean_C: shape [C], float32; it must not change afterwards.
+            square_sums: of each whole `SQUARES` elements of it, where they are known; see `sums.mean`.
+        """
         self._add_hash(np.ascontiguousarray(mean_C, "<f4"))
-        self._add_squares(mean_C)
+        self._add_squares(mean_C, square_sums)
         self._num_elements += mean_C.size
 
     @property
@@ -78,11 +83,12 @@ class MeanDigest:
                 self._hash.reset()
             start += piece_C.size
 
-    def _add_squares(self, mean_C: Floats) -> None:
+    def _add_squares(self, mean_C: Floats, known: Sequence[float]) -> None:
         """Copies only where a chunk does not end at a multiple of `SQUARES`."""
         whole_C = mean_C if self._rest_C is None else np.concatenate([self._rest_C, mean_C])
         end = whole_C.size // SQUARES * SQUARES
-        sums = segment_squares(whole_C[:end])
+        # What is known is of segments that begin with the chunk.
+        sums = known if known and self._rest_C is None else segment_squares(whole_C[:end])
         self._square_sums.extend(sums)
         self._rest_C = whole_C[end:].copy() if end < whole_C.size else None
         # A square of a finite float32 is far from the largest float64.

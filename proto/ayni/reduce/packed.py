@@ -58,6 +58,20 @@ def add(left_C: Values, right_C: Values) -> Floats:
     return sums.add(floats(left_C), floats(right_C))
 
 
+def out_for(left_C: Values, right_C: Values | None) -> Floats:
+    """Returns memory for a sum of values, shape [C]; see `sums.out_for`."""
+    if isinstance(left_C, Packed) or isinstance(right_C, Packed):
+        return sums.aligned(left_C.size)
+    return sums.out_for(left_C, right_C)
+
+
+def elements_of(values_C: Values, elements: slice) -> Floats:
+    """Returns some of the values as float32; with int8 they begin at a block with a scale of its own."""
+    if isinstance(values_C, Packed):
+        return tensors.decode_part(values_C.data, values_C.dtype, elements)
+    return values_C[elements]
+
+
 def is_finite(values_C: Values) -> bool:
     """Returns whether there is neither NaN nor infinity."""
     if isinstance(values_C, Packed):

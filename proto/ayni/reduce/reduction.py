@@ -21,32 +21,17 @@ when the last expected lease begins, or goes, after the last byte came.
 """
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from ayni.errors import SpecMismatch
-from ayni.reduce.digest import SEGMENT, MeanDigest
+from ayni.reduce.digest import MeanDigest
+from ayni.reduce.mean_writer import MeanWriter, Reduced
 from ayni.reduce.packed import Values, add, floats, is_finite
 from ayni.reduce.places import MeanPlace
-from ayni.reduce.refusals import bad_chunk, duplicate, not_finite, overflow
-from ayni.reduce.sums import mean
-from ayni.tensors import Bytes, Floats, TensorSpec, first_non_finite
+from ayni.reduce.refusals import bad_chunk, duplicate, not_finite
+from ayni.tensors import Bytes, Floats, TensorSpec
 from ayni.tree import Node, children, cover, parent, root
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Reduced:
-    """A finished chunk of the mean.
-
-    Attributes:
-        offset: first element.
-        values_C: shape [C], float32.
-    """
-
-    offset: int
-    values_C: Floats  # noqa: N815
 
 
 class Fate(enum.Enum):
@@ -101,7 +86,7 @@ class Round:
         """Worker that said first what the tensor looks like."""
         self._root = root(num_microbatches)
         self.chunk_elements = chunk_elements
-        self._place = place or MeanPlace()
+        self.mean = MeanWriter(label, place or MeanPlace())
         self.restart(expected)
 
     def restart(self, expected: Iterable[int]) -> None:
@@ -113,18 +98,17 @@ class Round:
         self._contributions: dict[int, _Contribution] = {}
         self._pending: dict[int, dict[Node, Values]] = {}
         """For each chunk position (its first element), the sums that wait for their other half."""
-        self._emitted = 0
-        self._digest = self._place.new_digest()
+        self.mean.restart()
 
     @property
     def mean_N(self) -> Floats | None:  # noqa: N802
         """Where the mean is put together, shape [N], float32; None for anywhere."""
-        return self._place.mean_N
+        return self.mean.place.mean_N
 
     @property
     def wire(self) -> Bytes | None:
         """Where the mean lies as it travels; None for nowhere."""
-        return self._place.wire
+        return self.mean.place.wire
 
     @property
     def open_for(self) -> list[int]:
@@ -143,11 +127,9 @@ class Round:
 
     def taken_down(self) -> MeanDigest:
         """Returns what was taken down of the mean that was emitted so far; where nothing weighs anything, of zeros."""
-        if self._declared and self.total_weight == 0 and not self._emitted:
-            for start in range(0, self.spec.num_elements, SEGMENT):
-                self._digest.add(np.zeros(min(SEGMENT, self.spec.num_elements - start), np.float32))
-            self._emitted = self.spec.num_elements
-        return self._digest
+        if self._declared and self.total_weight == 0 and not self.emitted:
+            self.mean.take_down_zeros(self.spec.num_elements)
+        return self.mean.digest
 
     def has_begun(self, lease: int) -> bool:
         """Returns whether a lease's contribution has begun."""
@@ -170,12 +152,12 @@ class Round:
     @property
     def emitted(self) -> int:
         """Elements of the mean that were emitted."""
-        return self._emitted
+        return self.mean.emitted
 
     @property
     def complete(self) -> bool:
         """Whether the whole mean was emitted, or there is nothing to emit."""
-        return self._declared and (self.total_weight == 0 or self._emitted == self.spec.num_elements)
+        return self._declared and (self.total_weight == 0 or self.emitted == self.spec.num_elements)
 
     @property
     def num_contributors(self) -> int:
@@ -185,7 +167,7 @@ class Round:
     @property
     def square_sum(self) -> float:
         """Sum of the squares of the emitted mean, exactly rounded from float64 sums over fixed segments."""
-        return self._digest.square_sum()
+        return self.mean.digest.square_sum()
 
     @property
     def _declared(self) -> bool:
@@ -255,7 +237,7 @@ class Round:
         if is_over:
             self._expected.discard(lease)
         contribution = self._contributions.get(lease)
-        if contribution and not is_over and (any(contribution.next_offsets) or self._emitted):
+        if contribution and not is_over and (any(contribution.next_offsets) or self.emitted):
             return Fate.PARTIAL, []
         if contribution and any(contribution.next_offsets) and not self.finished_sending(lease):
             return Fate.PARTIAL, []
@@ -268,6 +250,36 @@ class Round:
                 for microbatch in range(contribution.start, contribution.stop):
                     self._total_weight -= self._weights.pop(microbatch)
         return Fate.REMOVED, self._settle() if self._declared else []
+
+    def is_due(self, parts: Collection[tuple[int, int]]) -> bool:
+        """Returns whether these parts, as (lease, part), are all that the next chunks of the mean are made of."""
+        if not self._declared or self._pending:
+            return False
+        present = {
+            (lease, part)
+            for lease, contribution in self._contributions.items()
+            for part, node in enumerate(contribution.parts)
+            if not self._absent(node)
+        }
+        return bool(present) and present == set(parts)
+
+    def contribute_runs(self, runs: Sequence[tuple[int, int, Floats]]) -> Reduced:
+        """Adds several chunks at once of all parts, which `is_due`, and returns what they make up.
+
+        Args:
+            runs: lease, part and values of each, from the mean's next element on; all of one length, in whole chunks.
+                Nobody has looked for what is not finite: see `contribute`.
+
+        Raises:
+            NonFinite: the sum of all is not finite. The round has to be restarted.
+        """
+        offset, found = self.emitted, None
+        for lease, part, values_R in runs:
+            contribution = self._contributions[lease]
+            contribution.next_offsets[part] += values_R.size
+            found = self._add(offset, contribution.parts[part], values_R)
+        assert found is not None, "runs of all parts make up a mean"
+        return found
 
     def contribute(self, lease: int, part: int, offset: int, values_C: Values, *, check: bool = True) -> list[Reduced]:
         """Adds one chunk of one part and returns what became complete.
@@ -301,7 +313,7 @@ class Round:
         contribution = self._contributions.get(lease)
         if contribution is None:
             return 0
-        ahead = max(contribution.next_offsets, default=0) - self._emitted
+        ahead = max(contribution.next_offsets, default=0) - self.emitted
         return max(0, -(-ahead // self.chunk_elements))
 
     def finished_sending(self, lease: int) -> bool:
@@ -368,28 +380,19 @@ class Round:
             left, right = children(above) or (node, node)
             other = self._take(offset, right if node == left else left)
             if other is not None and above == self._root and self._declared:
-                return self._emit(offset, floats(values), floats(other))
+                return self._emit(offset, values, other)
             if other is not None:
                 values = add(values, other) if node == left else add(other, values)
             elif not self._absent(right if node == left else left):
                 break
             node = above
         if node == self._root and self._declared:
-            return self._emit(offset, floats(values))
+            return self._emit(offset, values)
         self._pending.setdefault(offset, {})[node] = values
         self.held_bytes += values.nbytes
         return None
 
-    def _emit(self, offset: int, values_C: Floats, other_C: Floats | None = None) -> Reduced:
+    def _emit(self, offset: int, values_C: Values, other_C: Values | None = None) -> Reduced:
         """Emits the root: one sum, or two that are still to be added."""
         self._pending.pop(offset, None)
-        out_C = None if self.mean_N is None else self.mean_N[offset : offset + values_C.size]
-        digest = self._digest
-        mean_C, bad = mean(values_C, other_C, self.total_weight, out_C, check=not digest.looks_at_once)
-        if bad is None:
-            digest.add(mean_C)
-            bad = None if digest.is_finite or not digest.looks_at_once else first_non_finite(mean_C)
-        if bad is not None:
-            raise overflow(self.label, offset + bad, mean_C[bad])
-        self._emitted += mean_C.size
-        return Reduced(offset=offset, values_C=mean_C)
+        return self.mean.write(offset, values_C, other_C, self.total_weight)

@@ -4,11 +4,16 @@ What is done with a chunk goes over it in blocks that stay in the processor's ca
 large gradient's sum is bound by memory, not by arithmetic.
 """
 
+import math
+from dataclasses import dataclass
+
 import numpy as np
 
+from ayni.kernels.current import Kernels, kernels
+from ayni.kernels.numpy_kernels import SQUARES_SEGMENT
 from ayni.tensors import Floats, first_non_finite
 
-SQUARES = 8192
+SQUARES = SQUARES_SEGMENT
 """Elements whose squares are summed at once."""
 BLOCK = 65536
 """Elements that pass from one operation to the next in the cache; a multiple of `SQUARES`."""
@@ -41,32 +46,67 @@ def divide(total_C: Floats, weight: int, out_C: Floats | None = None) -> Floats:
     return np.divide(total_C, np.float32(weight), out=out)
 
 
-def mean(
-    left_C: Floats, right_C: Floats | None, weight: int, out_C: Floats | None = None, *, check: bool = True
-) -> tuple[Floats, int | None]:
-    """Returns (left + right) / weight, each operation rounded once.
+@dataclass(frozen=True, eq=False, slots=True)
+class Mean:
+    """What was seen of a quotient while it was made.
+
+    Attributes:
+        square_sums: of each whole `SQUARES` elements from the first on; empty where nobody has summed them.
+        bad: the first element that is beyond float32; None for none.
+    """
+
+    square_sums: list[float]
+    bad: int | None
+
+
+def mean(left_C: Floats, right_C: Floats | None, weight: int, out_C: Floats, *, check: bool = True) -> Mean:
+    """Writes (left + right) / weight, each operation rounded once; quickest for `BLOCK` elements.
 
     Args:
-        left_C: shape [C]; may be written over.
+        left_C: shape [C]; may be `out_C`.
         right_C: likewise; None where left is the whole sum.
         weight: 1 or more.
-        out_C: where the quotient goes, shape [C]; None for anywhere.
-        check: whether to look for what is beyond float32.
-
-    Returns:
-        The quotient, and the first element of it that is beyond float32; then what follows it is not written.
+        out_C: where the quotient goes, shape [C].
+        check: whether to look for what is beyond float32, where it is not seen anyway.
     """
-    out = out_C if out_C is not None else _writable(left_C, right_C)
-    for start in range(0, out.size, BLOCK):
-        block = slice(start, start + BLOCK)
-        total = left_C[block]
+    if weight >= 1 << 24:
+        # Such a weight is no float32.
+        divide(left_C if right_C is None else add(left_C, right_C), weight, out_C)
+        return Mean([], first_non_finite(out_C))
+    square_sums = _mean_of_block(kernels(), left_C, right_C, weight, out_C)
+    if not _looks_finite(square_sums, out_C, check=check):
+        return Mean([], first_non_finite(out_C))
+    return Mean(square_sums, None)
+
+
+def out_for(left_C: Floats, right_C: Floats | None) -> Floats:
+    """Returns memory that (left + right) / weight may be written to, shape [C]: one of them, or new one."""
+    # Compiled loops are quicker where they do not write what they read.
+    return aligned(left_C.size) if kernels().sums_squares_beside else _writable(left_C, right_C)
+
+
+def _mean_of_block(loops: Kernels, left_C: Floats, right_C: Floats | None, weight: int, out_C: Floats) -> list[float]:
+    """Writes the quotient; returns the sums of squares of its whole segments, if they cost nothing."""
+    end = out_C.size // SQUARES * SQUARES
+    squares_S = np.empty(end // SQUARES)
+    if end:
+        right = None if right_C is None else right_C[:end]
+        loops.mean(left_C[:end], right, weight, out_C[:end], squares_S)
+    if end < out_C.size:
+        rest_C = left_C[end:]
         if right_C is not None:
             with np.errstate(over="ignore", invalid="ignore"):
-                total = np.add(total, right_C[block], out=out[block])
-        divide(total, weight, out[block])
-        if check and not is_finite(out[block]):
-            return out, start + (first_non_finite(out[block]) or 0)
-    return out, None
+                rest_C = np.add(rest_C, right_C[end:], out=out_C[end:])
+        divide(rest_C, weight, out_C[end:])
+    return squares_S.tolist() if loops.sums_squares_beside else []
+
+
+def _looks_finite(square_sums: list[float], out_C: Floats, *, check: bool) -> bool:
+    """Returns whether a block is finite: a square of a finite float32 is far from the largest float64."""
+    if not square_sums:
+        return not check or is_finite(out_C)
+    rest_C = out_C[len(square_sums) * SQUARES :]
+    return all(map(math.isfinite, square_sums)) and (not rest_C.size or is_finite(rest_C))
 
 
 def is_finite(values_C: Floats) -> bool:
@@ -78,10 +118,10 @@ def is_finite(values_C: Floats) -> bool:
 def _writable(left_C: Floats, right_C: Floats | None) -> Floats:
     if left_C.flags.writeable:
         return left_C
-    return right_C if right_C is not None and right_C.flags.writeable else _aligned(left_C.size)
+    return right_C if right_C is not None and right_C.flags.writeable else aligned(left_C.size)
 
 
-def _aligned(num_elements: int) -> Floats:
+def aligned(num_elements: int) -> Floats:
     """Returns memory that begins with a line of the cache: half the time of an addition into any other."""
     spare = np.empty(num_elements + _LINE_ELEMENTS, np.float32)
     start = -spare.ctypes.data // 4 % _LINE_ELEMENTS
@@ -98,7 +138,9 @@ def segment_squares(mean_C: Floats) -> list[float]:
 
     A square of a float32 is exact in float64. numpy adds in pairs, in the same order on every processor; BLAS does not.
     """
-    wide = np.square(mean_C, dtype=np.float64)
-    end = wide.size // SQUARES * SQUARES
-    sums: list[float] = np.add.reduce(wide[:end].reshape(-1, SQUARES), axis=1).tolist()
-    return sums + ([float(np.add.reduce(wide[end:]))] if end < wide.size else [])
+    end = mean_C.size // SQUARES * SQUARES
+    squares_S = np.empty(end // SQUARES)
+    if end:
+        kernels().squares(mean_C[:end], squares_S)
+    sums: list[float] = squares_S.tolist()
+    return sums + ([float(np.add.reduce(np.square(mean_C[end:], dtype=np.float64)))] if end < mean_C.size else [])

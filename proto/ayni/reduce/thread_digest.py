@@ -1,5 +1,6 @@
 """A digest of a mean that another thread makes beside the sums.  [shell]"""
 
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 
@@ -20,9 +21,9 @@ class ThreadDigest(MeanDigest):
         super().__init__()
         self._pending: list[Future[None]] = []
 
-    def add(self, mean_C: Floats) -> None:
+    def add(self, mean_C: Floats, square_sums: Sequence[float] = ()) -> None:
         """Has the next chunk taken; it must not change afterwards."""
-        self._pending.append(_thread().submit(super().add, mean_C))
+        self._pending.append(_thread().submit(super().add, mean_C, square_sums))
 
     @property
     def num_elements(self) -> int:

@@ -8,12 +8,14 @@ are compared before anything that may contain such bytes is sent out, and what i
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 from ayni import tensors
 from ayni.errors import BadChunk
 from ayni.frames import ChunkView, SharedRange
 from ayni.reduce.packed import Values, packed
 from ayni.shm.regions import MappedRegion, Region
-from ayni.tensors import Bytes
+from ayni.tensors import Bytes, Floats
 
 _ALIGNMENT = 4
 """Bytes; sums over numbers that lie across words take half as long again."""
@@ -33,15 +35,36 @@ class Source:
         """Whether the worker has not begun to write there again."""
         return self.region is None or self.region.generation == self.generation
 
+    def run(self, first: int, length: int) -> Floats | None:
+        """Returns `length` float32 values from value `first` on, as they lie there; they may be those of many chunks.
+
+        None where there are fewer, or where they are of another type.
+        """
+        stop = 4 * (first + length)
+        if self.dtype != "float32" or stop > self.data.size:
+            return None
+        return self.data[4 * first : stop].view(np.float32)
+
+    def piece(self, number: int, length: int) -> Values | None:
+        """Returns one chunk's values of at most `length`, as they lie there; None after the last one.
+
+        Raises:
+            BadChunk: the bytes are no whole elements.
+        """
+        step = tensors.payload_bytes(length, self.dtype)
+        data = self.data[number * step : (number + 1) * step]
+        return packed(data, self.dtype) if data.size else None
+
     def pieces(self, length: int) -> Iterator[Values]:
         """Yields its values, so many at a time, as they lie there.
 
         Raises:
             BadChunk: the last bytes are no whole elements.
         """
-        step = tensors.payload_bytes(length, self.dtype)
-        for start in range(0, self.data.size, step):
-            yield packed(self.data[start : start + step], self.dtype)
+        number = 0
+        while (values := self.piece(number, length)) is not None:
+            yield values
+            number += 1
 
 
 def source(label: str, region: MappedRegion | None, chunk: ChunkView, shared: SharedRange, dtype: str) -> Source:
