@@ -1,6 +1,7 @@
 """Measures tokens/s of the causal_lm task by our workers, against DDP over Gloo in the same processes.
 
-    python tests/bench/tokens.py [--workers 2] [--steps 20] [--rounds 3] [--rate 1000] [--path shm] [--keep]
+    python tests/bench/tokens.py [--workers 2] [--steps 20] [--rounds 3] [--rate 1000] [--path shm] [--topology star]
+        [--keep]
 
 Each worker process trains the same model on the same samples, in turn: --steps steps as a worker of a run of ours, as
 many under torch's DistributedDataParallel, for --rounds times. Both must come to the same loss. With --rate every
@@ -55,7 +56,7 @@ def measure(given: argparse.Namespace) -> list[dict]:
     run = run_of(given)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        prefixes, listen, interface = _links(given, stack)
+        prefixes, hosts, listen, interface = _links(given, stack)
         centre, *own = prefixes
         served = [
             stack.enter_context(processes.coordinator(folder / f"round-{number}", run, *listen, prefix=centre))
@@ -69,9 +70,10 @@ def measure(given: argparse.Namespace) -> list[dict]:
             "--workers": given.workers,
             "--warm-up": WARM_UP,
             "--path": given.path,
+            "--topology": given.topology,
         }
         shared = [*(str(word) for pair in flags.items() for word in pair), *(["--insecure"] if given.rate else [])]
-        arguments = [[*shared, "--rank", str(rank)] for rank in range(given.workers)]
+        arguments = [[*shared, "--rank", str(rank), "--host", hosts[rank]] for rank in range(given.workers)]
         started = stack.enter_context(processes.workers(PROGRAM, arguments, folder, own, GLOO_SOCKET_IFNAME=interface))
         results = processes.finish(started, TIMEOUT)
     _check(results)
@@ -83,6 +85,7 @@ def run_of(given: argparse.Namespace) -> dict:
     return {
         "run_id": "bench",
         "min_workers": given.workers,
+        "topology": given.topology,
         "num_steps": WARM_UP + given.steps,
         "batch": {"samples": given.samples, "microbatches": given.microbatches},
         "optimizer": {"schedule": "constant", "learning_rate": 1e-3},
@@ -104,7 +107,8 @@ def rows_of(given: argparse.Namespace, results: list[dict]) -> list[dict]:
     """Time of a thousand tokens, less is better: the median over all rounds, of each round's slowest worker."""
     ours, ddp = (_ms_per_kilotoken(results, name) for name in ("ours", "ddp"))
     link = f", {given.rate:g} Mbit/s" if given.rate else ""
-    what = f"{results[0]['parameters']:,} parameters, {given.workers} workers, {given.path}{link}"
+    shape = "" if given.topology == "star" else f" {given.topology}"
+    what = f"{results[0]['parameters']:,} parameters, {given.workers} workers,{shape} {given.path}{link}"
     return [
         report.row(f"1,000 tokens of causal_lm, {what}", ours, "DDP + Gloo", ddp, "ms", 1 / GOALS[bool(given.rate)]),
         report.row(
@@ -137,13 +141,17 @@ def _check(results: list[dict]) -> None:
         raise BenchFailed(f"the same training came to losses from {min(losses):.4f} to {max(losses):.4f}")
 
 
-def _links(given: argparse.Namespace, stack: ExitStack) -> tuple[list[tuple[str, ...]], tuple[str, ...], str]:
-    """What runs a command in each place, the coordinator's first; the coordinator's flags; Gloo's interface."""
+def _links(
+    given: argparse.Namespace, stack: ExitStack
+) -> tuple[list[tuple[str, ...]], list[str], tuple[str, ...], str]:
+    """What runs a command in each place, the coordinator's first; the workers' hosts; the coordinator's flags; Gloo's
+    interface.
+    """
     if not given.rate:
-        return [()] * (given.workers + 1), (), "lo"
+        return [()] * (given.workers + 1), ["127.0.0.1"] * given.workers, (), "lo"
     places = stack.enter_context(links.places(given.workers + 1, given.rate))
     flags = ("--listen", f"{places[0].address}:0", "--insecure")
-    return [place.prefix for place in places], flags, places[0].device
+    return [place.prefix for place in places], [place.address for place in places[1:]], flags, places[0].device
 
 
 def _arguments() -> argparse.Namespace:
@@ -157,6 +165,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=16, help="samples of a step, of all workers")
     parser.add_argument("--microbatches", type=int, default=4, help="micro-batches of a step, of all workers")
     parser.add_argument("--path", choices=("shm", "grpc"), default="shm", help="how our gradients travel")
+    parser.add_argument("--topology", choices=("star", "sharded"), default="star", help="who reduces")
     parser.add_argument("--rate", type=float, default=0.0, help="megabits a second of each link (default: one host)")
     parser.add_argument("--keep", action="store_true", help="also write the result to tests/bench/results")
     given = parser.parse_args()

@@ -72,6 +72,7 @@ def train_ours(given: argparse.Namespace, config: RunConfig, address: str) -> di
         task_fingerprint=task.fingerprint(),
         parameters_sha256=trainer.parameters_sha256(),
         gradients="auto" if given.path == "shm" else "grpc",
+        peer_listen=f"{given.host}:0" if given.topology == "sharded" else "",
     )
     moments: list[float] = []
     events: list[StepEvent] = []
@@ -141,7 +142,7 @@ def _ddp_step(task: Any, config: RunConfig, given: argparse.Namespace, step: int
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("--coordinators", "--run", "--store", "--path"):
+    for name in ("--coordinators", "--run", "--store", "--path", "--topology", "--host"):
         parser.add_argument(name, required=True)
     parser.add_argument("--text", required=True, type=Path)
     for name in ("--rank", "--workers", "--warm-up"):

@@ -73,12 +73,12 @@ def test_tokens_are_compared_by_the_slowest_worker_of_each_round() -> None:
         {"ours": [turn(10.0), turn(12.0)], "ddp": [turn(9.0), turn(9.0)], "parameters": 5},
         {"ours": [turn(11.0), turn(10.0)], "ddp": [turn(9.0), turn(10.0)], "parameters": 5},
     ]
-    given = argparse.Namespace(workers=2, path="shm", rate=0.0)
+    given = argparse.Namespace(workers=2, path="shm", rate=0.0, topology="star")
     kilotoken, step = tokens.rows_of(given, results)
     assert (kilotoken["ours"], kilotoken["theirs"]) == (2300.0, 1900.0)
     assert (kilotoken["goal"], kilotoken["met"]) == (1.031, False)
     assert (step["ours"], step["theirs"]) == (1150.0, 950.0)
-    over_links = tokens.rows_of(argparse.Namespace(workers=2, path="grpc", rate=1000.0), results)
+    over_links = tokens.rows_of(argparse.Namespace(workers=2, path="grpc", rate=1000.0, topology="star"), results)
     assert over_links[0]["goal"] == 1.0
     tokens._check(results)
     results[1]["ddp"][1]["loss"] = 2.03
@@ -86,9 +86,10 @@ def test_tokens_are_compared_by_the_slowest_worker_of_each_round() -> None:
         tokens._check(results)
 
 
-def test_tokens_runs() -> None:
+@pytest.mark.parametrize("topology", ["star", "sharded"])
+def test_tokens_runs(topology: str) -> None:
     tiny = ("--width", "32", "--blocks", "1", "--context", "16", "--samples", "4", "--microbatches", "2")
-    result = printed(run_bench("tokens.py", "--steps", "2", "--rounds", "1", *tiny))
+    result = printed(run_bench("tokens.py", "--steps", "2", "--rounds", "1", "--topology", topology, *tiny))
     assert [worker["ours"][0]["tokens"] for worker in result["samples"]["workers"]] == [128, 128]
 
 
