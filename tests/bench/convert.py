@@ -2,9 +2,9 @@
 
     python tests/bench/convert.py [--numel 25000000] [--chunk 262144] [--repeat 9] [--keep]
 
-Each stage takes turns with what it is compared with: a copy of the same float32 numbers, and where a stage was done in
-another way before, that one, whose bytes must be equal. Times are the thread's processor time, medians. Prints one
-JSON object to standard output; docs/benchmarks.md says how to read it.
+Each stage runs with compiled loops, and takes turns with a copy of the same float32 numbers, and where it was done in
+another way before, or with the loops of numpy, with that one; the bytes must be equal. Times are processor time of the
+thread, medians. Prints one JSON object to standard output; docs/benchmarks.md says how to read it.
 """
 
 import argparse
@@ -21,6 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 
 from ayni import tensors
+from ayni.kernels import loading
+from ayni.kernels.current import use
+from ayni.kernels.numpy_kernels import NumpyKernels
 from ayni.quantize import BLOCK_ELEMENTS
 from ayni.reduce import packed, sums
 from ayni.rpc import tune_allocator
@@ -33,6 +36,7 @@ COPY = "copy of the float32 numbers"
 
 def main() -> int:
     tune_allocator()
+    loading.choose("compiled")
     given, measured_on = _arguments(), report.hardware()
     values_N = np.random.default_rng(0).standard_normal(given.numel, np.float32)
     stages = stages_of(values_N, given.chunk)
@@ -57,14 +61,22 @@ def stages_of(values_N: np.ndarray, size: int) -> dict[str, tuple[Stage, list[st
     for chunk_C, payload in zip(chunks, int8, strict=True):
         assert np.array_equal(payload, whole_chunk(chunk_C)), "both ways give the same bytes"
     before, decoded = "int8, quantise, whole chunks at once", "int8, decode, then look"
+    numpy_int8, numpy_bfloat16 = "int8, quantise, numpy", "bfloat16, round, numpy"
+    numpy_decoded = "int8, look, then decode, numpy"
     rounded, looked = "bfloat16, decode, then look", "bfloat16, look, then decode"
     return {
         COPY: (_each(chunks, np.copy), []),
         before: (_each(chunks, whole_chunk), [COPY]),
-        "int8, quantise": (_each(chunks, lambda chunk_C: tensors.encode(chunk_C, "int8")), [COPY, before]),
+        numpy_int8: (_with_numpy(_each(chunks, lambda chunk_C: tensors.encode(chunk_C, "int8"))), [COPY]),
+        "int8, quantise": (_each(chunks, lambda chunk_C: tensors.encode(chunk_C, "int8")), [COPY, before, numpy_int8]),
         decoded: (_each(int8, lambda data: sums.is_finite(tensors.decode(data, "int8"))), [COPY]),
-        "int8, look, then decode": (_each(int8, lambda data: _taken(data, "int8")), [COPY, decoded]),
-        "bfloat16, round": (_each(chunks, lambda chunk_C: tensors.encode(chunk_C, "bfloat16")), [COPY]),
+        numpy_decoded: (_with_numpy(_each(int8, lambda data: _taken(data, "int8"))), [COPY]),
+        "int8, look, then decode": (_each(int8, lambda data: _taken(data, "int8")), [COPY, decoded, numpy_decoded]),
+        numpy_bfloat16: (_with_numpy(_each(chunks, lambda chunk_C: tensors.encode(chunk_C, "bfloat16"))), [COPY]),
+        "bfloat16, round": (
+            _each(chunks, lambda chunk_C: tensors.encode(chunk_C, "bfloat16")),
+            [COPY, numpy_bfloat16],
+        ),
         rounded: (_each(bfloat16, lambda data: sums.is_finite(tensors.decode(data, "bfloat16"))), [COPY]),
         looked: (_each(bfloat16, lambda data: _taken(data, "bfloat16")), [COPY, rounded]),
     }
@@ -78,6 +90,17 @@ def _each(pieces: list[np.ndarray], work: Callable[[np.ndarray], object]) -> Sta
             work(piece)
 
     return stage
+
+
+def _with_numpy(stage: Stage) -> Stage:
+    """The same with numpy's loops."""
+
+    def with_numpy() -> None:
+        before = use(NumpyKernels())
+        stage()
+        use(before)
+
+    return with_numpy
 
 
 def _taken(data: np.ndarray, dtype: str) -> tuple[bool, np.ndarray]:

@@ -1,6 +1,7 @@
 """Compiled loops give numpy's bytes; where they don't, or can't be had, nobody notices but the log."""
 
 import importlib.util
+import itertools
 import logging
 import sys
 
@@ -14,9 +15,14 @@ from ayni.kernels import loading
 from ayni.kernels.current import kernels, use
 from ayni.kernels.numpy_kernels import SCALE_BLOCK, SQUARES_SEGMENT, NumpyKernels
 from ayni.kernels.probe import differing
+from ayni.reduce import sums
 from ayni.reduce.digest import MeanDigest
+from ayni.reduce.mean_writer import MeanWriter
 from ayni.reduce.packed import packed
+from ayni.reduce.places import MeanPlace
 from ayni.reduce.reduction import Round
+from ayni.reduce.sums import BLOCK
+from ayni.reduce.thread_digest import ThreadDigest
 from ayni.settings import SettingsError
 from ayni.tensors import TensorSpec
 
@@ -159,6 +165,20 @@ def test_a_digest_looks_at_sums_of_squares_that_it_is_given(loops):
     digest = MeanDigest()
     digest.add(mean, [np.inf])
     assert not digest.is_finite
+
+
+@pytest.mark.parametrize("place", [MeanPlace(), MeanPlace(new_digest=ThreadDigest)], ids=["at once", "thread"])
+def test_loops_that_change_within_a_mean_lose_no_squares(monkeypatch, place):
+    size = 3 * BLOCK + 100
+    left, right = (np.random.default_rng(seed).standard_normal(size).astype(np.float32) for seed in (1, 2))
+    expected = MeanWriter("step 1, flat", place)
+    expected.write(0, left.copy(), right.copy(), 3)
+    turns = itertools.cycle(BOTH)
+    monkeypatch.setattr(sums, "kernels", lambda: next(turns))
+    mixed = MeanWriter("step 1, flat", place)
+    mixed.write(0, left.copy(), right.copy(), 3)
+    assert mixed.digest.hexdigest() == expected.digest.hexdigest()
+    assert mixed.digest.square_sum() == expected.digest.square_sum()
 
 
 def test_a_process_begins_with_numpy_and_goes_on_with_what_is_compiled(caplog):

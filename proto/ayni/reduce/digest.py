@@ -45,7 +45,7 @@ class MeanDigest:
 
         Args:
             mean_C: shape [C], float32; it must not change afterwards.
-            square_sums: of each whole `SQUARES` elements of it, where they are known; see `sums.mean`.
+            square_sums: of each whole `SQUARES` elements of it, where all are known; see `sums.mean`.
         """
         self._add_hash(np.ascontiguousarray(mean_C, "<f4"))
         self._add_squares(mean_C, square_sums)
@@ -87,8 +87,9 @@ class MeanDigest:
         """Copies only where a chunk does not end at a multiple of `SQUARES`."""
         whole_C = mean_C if self._rest_C is None else np.concatenate([self._rest_C, mean_C])
         end = whole_C.size // SQUARES * SQUARES
-        # What is known is of segments that begin with the chunk.
-        sums = known if known and self._rest_C is None else segment_squares(whole_C[:end])
+        # What is known is of segments that begin with the chunk; of some only where loops were changed on the way.
+        is_known = self._rest_C is None and len(known) == end // SQUARES
+        sums = known if is_known else segment_squares(whole_C[:end])
         self._square_sums.extend(sums)
         self._rest_C = whole_C[end:].copy() if end < whole_C.size else None
         # A square of a finite float32 is far from the largest float64.
