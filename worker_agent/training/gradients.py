@@ -15,7 +15,8 @@ be sent again while other shards are collected. Buffers are kept for later shard
 worker has done as many shards at a time as it ever does.
 
 Hooks run on the thread that runs backward, one at a time, because a task lives on one device. One copy per gradient:
-device to host.
+device to host; out of a CUDA device beside backward, through page-locked memory (`host_copies`), so that a bucket is
+pushed and sent when its copies are there, from a later hook or at the end of backward.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 
 from ayni.buckets import Bucket
 from worker_agent.training.finite import first_problem, square_sum
+from worker_agent.training.host_copies import HostCopies, copies_from
 from worker_agent.training.layout import BucketSpec
 from worker_agent.training.partial_sums import NewVector, PartialSums, Vector, new_ordinary_vector
 
@@ -54,19 +56,32 @@ class ShardSums:
 class ShardGradients:
     """Collects the gradients of one shard after another."""
 
-    def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], specs: Sequence[BucketSpec]) -> None:
-        """Registers the hooks; `close` removes them."""
+    def __init__(
+        self,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        specs: Sequence[BucketSpec],
+        copies: HostCopies | None = None,
+    ) -> None:
+        """Registers the hooks; `close` removes them.
+
+        Args:
+            parameters: what is trained, with names.
+            specs: which of them make up which bucket.
+            copies: how gradients get to host memory; None: by the device that the parameters are on.
+        """
         named = dict(parameters)
+        self._copies = copies or copies_from(next((one.device for one in named.values()), torch.device("cpu")))
         self.new_vector: NewVector = new_ordinary_vector
         """Allocates buffers for parts; a session says how they are sent with the fewest copies."""
         self._buckets = [_Bucket(spec, {name: named[name] for name in spec.names}, self._new_vector) for spec in specs]
-        self._hooks = [hook for bucket in self._buckets for hook in bucket.register(self._bucket_ready)]
+        self._hooks = [hook for bucket in self._buckets for hook in bucket.register(self._copies, self._bucket_copied)]
         self._spare: list[ShardSums] = []
         self._send: Send | None = None
         self._last = self._checked = False
 
     def begin(self, start: int, stop: int, num_microbatches: int, send: Send) -> ShardSums:
         """Opens the shard of micro-batches [start, stop) and returns its sums, which are the caller's to release."""
+        self._copies.drop()
         self._send, self._last, self._checked = send, False, False
         shard = self._spare.pop() if self._spare else ShardSums(tuple(bucket.new_sums() for bucket in self._buckets))
         for bucket, (_, sums) in zip(self._buckets, shard.entries, strict=True):
@@ -134,10 +149,15 @@ class ShardGradients:
         for bucket in self._buckets:
             bucket.expect_gradients()
         loss_sum.backward()
+        self._copies.finish()
         for bucket in self._buckets:
             if bucket.is_waiting:
                 bucket.fill_with_zeros()
                 self._bucket_ready(bucket)
+
+    def _bucket_copied(self, bucket: "_Bucket") -> None:
+        """The last copy of a bucket's gradients was asked for."""
+        self._copies.then(lambda: self._bucket_ready(bucket))
 
     def _bucket_ready(self, bucket: "_Bucket") -> None:
         if self._checked:
@@ -174,10 +194,12 @@ class _Bucket:
         """Returns sums for one more shard; all of them share one free list."""
         return self.spec, PartialSums(self.spec.num_elements, self._free, self._new_vector)
 
-    def register(self, ready: Callable[["_Bucket"], None]) -> list[torch.utils.hooks.RemovableHandle]:
-        """Hooks all parameters; `ready` is called when the last gradient of a micro-batch is in the buffer."""
+    def register(
+        self, copies: HostCopies, copied: Callable[["_Bucket"], None]
+    ) -> list[torch.utils.hooks.RemovableHandle]:
+        """Hooks all parameters; `copied` is called when the last gradient of a micro-batch was given to `copies`."""
         return [
-            parameter.register_post_accumulate_grad_hook(self._hook(name, ready))
+            parameter.register_post_accumulate_grad_hook(self._hook(name, copies, copied))
             for name, parameter in self._parameters.items()
         ]
 
@@ -222,23 +244,18 @@ class _Bucket:
         """Returns the shard's parts."""
         return self._sums.parts()
 
-    def _hook(self, name: str, ready: Callable[["_Bucket"], None]) -> Callable[[Tensor], None]:
+    def _hook(self, name: str, copies: HostCopies, copied: Callable[["_Bucket"], None]) -> Callable[[Tensor], None]:
         def take(parameter: Tensor) -> None:
             if name not in self._missing:
                 raise RuntimeError(
                     f"parameter {name} got a gradient twice in one backward, or outside ShardGradients.backward; "
                     "re-entrant checkpointing does that: use use_reentrant=False"
                 )
-            _copy_gradient(parameter, self.leaf()[self._slices[name]])
+            assert parameter.grad is not None
+            copies.copy(parameter.grad, self.leaf()[self._slices[name]])
+            parameter.grad = None
             self._missing.discard(name)
             if not self._missing:
-                ready(self)
+                copied(self)
 
         return take
-
-
-def _copy_gradient(parameter: Tensor, out: Vector) -> None:
-    """Moves a parameter's gradient to host memory as float32, shape [elements of the parameter]."""
-    assert parameter.grad is not None
-    torch.from_numpy(out).view(parameter.shape).copy_(parameter.grad)
-    parameter.grad = None
