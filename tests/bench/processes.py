@@ -120,11 +120,15 @@ class Program:
 def coordinator(
     folder: Path, run: dict, *flags: str, prefix: Sequence[str] = (), profile: Path | None = None
 ) -> Program:
-    """Starts a coordinator; its word is its address. `profile` gets what cProfile saw, once it has ended by itself."""
+    """Starts a coordinator; its word is its address. `profile` gets what cProfile saw, once it has ended by itself.
+
+    Its loops are compiled before it listens, so that no measurement has that in it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.yaml").write_text(yaml.safe_dump({"state_dir": str(folder / "state"), **run}))
     module = [str(PROFILED), str(profile)] if profile else ["-m", "coordinator_service"]
-    return Program.start("coordinator", [*module, "--config", str(folder / "run.yaml"), *flags], folder, prefix)
+    command = [*module, "--config", str(folder / "run.yaml"), *flags]
+    return Program.start("coordinator", command, folder, prefix, AYNI_KERNELS="compiled")
 
 
 @contextlib.contextmanager
