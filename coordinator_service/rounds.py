@@ -16,7 +16,7 @@ import numpy as np
 
 from ayni import frames, tensors
 from ayni.buckets import Bucket
-from ayni.errors import AyniError, BadChunk
+from ayni.errors import AyniError, BadChunk, NonFinite
 from ayni.reduce.chunks import checked, first_element
 from ayni.reduce.mean_writer import Reduced
 from ayni.shm.sources import Source, source
@@ -64,11 +64,16 @@ class LiveRound:
         """Told when one of them was written to before it was added everywhere."""
         self._on_change = on_change
 
+    @property
+    def is_intact(self) -> bool:
+        """Whether everything in shared memory that sums may contain is still what its worker has said."""
+        return all(source.is_intact for source in self.sources)
+
     def publish(self, reduced: Sequence[Reduced]) -> None:
         """Puts finished chunks in every outbox, unless what they were made of has changed."""
         if not reduced and not self.round.complete:
             return  # Nobody has anything to do: waking all for each that begins would grow with its square.
-        if reduced and not all(source.is_intact for source in self.sources):
+        if reduced and not self.is_intact:
             self.on_torn(self)
             return
         chunks = [(chunk.offset, self._travelling(chunk)) for chunk in reduced]
@@ -228,7 +233,13 @@ class Exchange:
         finished: list[Reduced] = []
         burst = max(1, _BURST.get(dtype, _ROUNDED_BURST) // self._live.round.chunk_elements)
         for number, values in enumerate(found.pieces(self._live.round.chunk_elements), 1):
-            finished += self._live.round.contribute(self.lease.lease_id, chunk.part, offset, values)
+            try:
+                finished += self._live.round.contribute(self.lease.lease_id, chunk.part, offset, values)
+            except NonFinite:
+                if self._live.is_intact:
+                    raise
+                self._live.on_torn(self._live)
+                return
             offset += values.size
             if number % burst == 0:
                 self._live.publish(finished)

@@ -127,7 +127,7 @@ class SlicePump:
         try:
             live.publish([round_.contribute_runs([(*part, run) for part, run in zip(parts, runs, strict=True)])])
         except NonFinite as error:
-            live.fail(self._named(error))
+            self._refuse(error)
         return True
 
     def _contribute(self, feed: _Feed, finished: list[Reduced]) -> bool:
@@ -143,11 +143,19 @@ class SlicePump:
             feed.offset, feed.last, offset = feed.offset + values.size, values, feed.offset
             finished += round_.contribute(lease_id, feed.part, offset, values, check=False)
         except NonFinite as error:
-            self._live.fail(self._named(error))
+            self._refuse(error)
         except AyniError as error:
             self.drop(lease_id)
             feed.contribution.fail(error)
         return True
+
+    def _refuse(self, error: NonFinite) -> None:
+        """Fails everybody, or has the slice start again where what was added had been given up by then."""
+        named = self._named(error)
+        if self.is_intact:  # Asked last: what was looked at may be torn, too.
+            self._live.fail(named)
+        else:
+            self._live.start_again()
 
     def _named(self, error: NonFinite) -> NonFinite:
         """Returns the refusal of the contribution that made a sum not finite; of the sum, if none is to blame."""

@@ -38,6 +38,7 @@ from worker_agent.slice_stores import Store, Stores
 
 _log = logging.getLogger(__name__)
 
+_TORN = "a contribution in shared memory was given up before it was added everywhere"
 _FRAMES = 8
 """Frames of a mean that are kept for the next who takes it."""
 _MOST_BUCKETS = 1 << 16
@@ -76,7 +77,8 @@ class SliceRound:
         )
         is_exact = self.round.mean_N is not None
         self.homes: list[Floats] = self.round.mean.copies if is_exact else []
-        """Where this very worker wants the mean: the round copies it while it is in the cache, unless it is rounded."""
+        """Where this very worker wants the mean, which is there once it was told. Unless it is rounded, the round copies
+        it while it is in the cache."""
         self._dtype = tensors.mean_dtype(terms.wire_type)
         self._stats: dict[int, MicrobatchStats] = {}
         self._frames: dict[int, bytes] = {}
@@ -112,7 +114,7 @@ class SliceRound:
     def publish(self, reduced: Sequence[Reduced]) -> None:
         """Takes finished chunks into the store, as they travel, and wakes whoever waits."""
         if reduced and not self.pump.is_intact:
-            self._start_again("a contribution in shared memory was given up before it was added everywhere")
+            self.start_again()
             return
         for chunk in reduced:
             assert chunk.offset == self.emitted, "chunks of a mean come in order"
@@ -175,7 +177,7 @@ class SliceRound:
             return
         fate, _ = self.round.drop(lease_id, is_over=False)
         if fate is Fate.PARTIAL:
-            self._start_again("a part of another contribution was lost")
+            self.start_again("a part of another contribution was lost")
 
     def _keep(self, start: int, payload: Bytes) -> None:
         """Keeps a chunk of the mean as it is sent, which it is now: it need not be rounded again for who takes it."""
@@ -189,7 +191,7 @@ class SliceRound:
             del self._frames[next(iter(self._frames))]
         return found
 
-    def _start_again(self, detail: str) -> None:
+    def start_again(self, detail: str = _TORN) -> None:
         """Has everybody contribute again: what was added can't be taken out of a sum."""
         self.round.restart(())
         self.emitted = 0

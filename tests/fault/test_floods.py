@@ -31,6 +31,13 @@ MOST_STREAM_GROWTH = 1200 << 20
 """Bytes of a thousand streams. gRPC takes what a stream sends into a window of its own, about 1 MiB on a fast link,
 before anybody can refuse it. How many streams get so far before gRPC cuts the connection off is chance."""
 
+
+@pytest.fixture(autouse=True)
+def _loops_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What compiled loops take is no part of what a flood takes."""
+    monkeypatch.setenv("AYNI_KERNELS", "compiled")
+
+
 GRADIENTS = [np.full(100, value, np.float32) for value in range(5)]
 
 

@@ -149,7 +149,7 @@ def test_what_comes_of_a_contribution_whose_slice_began_anew_meanwhile_is_passed
             work = cut(late, terms(made, 1, 3))[0]
             contribution, part = made[0].rounds.begin(work.offer), work.contribution.parts[0]
             assert part is not None
-            contribution.live._start_again("another one was lost")
+            contribution.live.start_again("another one was lost")
             data = part.view(np.uint8)
             contribution.lend(0, 0, Source(region=None, generation=0, data=data, dtype="float32"))
             await asyncio.sleep(0)

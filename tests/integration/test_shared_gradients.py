@@ -201,6 +201,23 @@ def test_a_region_that_is_written_to_before_it_is_added_makes_everybody_begin_ag
     played(tmp_path, play)
 
 
+def test_a_region_that_was_given_up_is_not_blamed_for_what_is_written_there_since(tmp_path):
+    async def play(ant: SharedWorker, bee: SharedWorker) -> None:
+        first, region = await ant.begin(), await ant.lend(ant.pair)
+        region.renew()
+        region.bytes.view(np.float32)[:] = np.nan
+        await first.write(chunk(region, generation=region.generation - 1))
+        assert isinstance(await refusal(ant, first), RoundRestarted)
+        region.bytes[:] = ant.pair.view(np.uint8)
+        first, second = await ant.begin(), await bee.begin()
+        other = await bee.lend(bee.pair)
+        await first.write(chunk(region))
+        await second.write(chunk(other))
+        assert [await ant.mean(first), await bee.mean(second)] == [RIGHT, RIGHT]
+
+    played(tmp_path, play)
+
+
 def test_what_a_worker_has_contributed_whole_stays_after_its_death(tmp_path):
     async def play(ant: SharedWorker, bee: SharedWorker) -> None:
         first, region = await ant.begin(), await ant.lend(ant.pair)

@@ -4,6 +4,7 @@ import importlib.util
 import itertools
 import logging
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -219,6 +220,39 @@ def test_a_numba_that_does_not_work_is_said_once(monkeypatch, caplog):
     assert kernels() is NUMPY
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "sums and conversions stay numpy's" in caplog.text
+
+
+def test_python_that_only_looks_compiled_is_not_used(monkeypatch):
+    monkeypatch.setattr("numba.config.DISABLE_JIT", 1)
+    with pytest.raises(SettingsError, match="NUMBA_DISABLE_JIT is set"):
+        loading.choose("compiled")
+
+
+def test_the_last_choice_counts_while_loops_are_compiled(monkeypatch):
+    gate = threading.Event()
+    made = loading.compiled
+
+    def slowly():
+        assert gate.wait(60)
+        return made()
+
+    monkeypatch.setattr(loading, "compiled", slowly)
+    thread = loading.choose("auto")
+    assert thread is not None
+    loading.choose("numpy")
+    gate.set()
+    thread.join(60)
+    assert kernels().name == "numpy"
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("weight", [1, 3, 1 << 24])
+@pytest.mark.parametrize("loops", BOTH, ids=lambda loops: loops.name.split()[0])
+def test_a_signalling_nan_is_seen_without_a_warning(loops, weight):
+    use(loops)
+    left = numbers([0x7FA00000] * (SQUARES_SEGMENT + 5))
+    out = np.zeros_like(left)
+    assert sums.mean(left, None, weight, out).bad == 0
 
 
 def test_loops_that_give_other_bytes_are_not_used(monkeypatch, caplog):

@@ -96,6 +96,7 @@ def test_runs_are_due_only_where_nothing_else_is_missing():
     assert round_.is_due(PARTS)
     assert not round_.is_due(PARTS[1:])
     assert not round_.is_due([*PARTS, (3, 0)])
+    assert not round_.is_due([*PARTS, PARTS[0]]), "each once"
     round_.contribute(1, 0, 0, values(1, 0)[:CHUNK])
     assert not round_.is_due(PARTS), "one has come already"
 

@@ -40,7 +40,7 @@ def _compiled(signature: Any) -> Callable[[Loop], Loop]:
         try:
             try:
                 compiled: Loop = numba.njit(signature, cache=True, nogil=True, error_model="numpy")(loop)
-            except RuntimeError:  # There is no folder for a cache.
+            except Exception:  # No folder for a cache, no room, or a damaged one.
                 compiled = numba.njit(signature, nogil=True, error_model="numpy")(loop)
             return compiled
         finally:

@@ -20,6 +20,8 @@ _log = logging.getLogger(__name__)
 VARIABLE = "AYNI_KERNELS"
 """Environment variable that chooses the loops of a process."""
 CHOICES = ("auto", "compiled", "numpy")
+_wanted = ""
+"""The last choice, which may have changed while a thread was compiling."""
 
 
 def choose(choice: str | None = None) -> threading.Thread | None:
@@ -35,9 +37,11 @@ def choose(choice: str | None = None) -> threading.Thread | None:
     Raises:
         SettingsError: `choice` is none of these, or compiled loops can't be had.
     """
+    global _wanted
     choice = choice or os.environ.get(VARIABLE) or "auto"
     if choice not in CHOICES:
         raise SettingsError(f"{VARIABLE} is {choice!r}; it must be one of {', '.join(CHOICES)}")
+    _wanted = choice
     if choice == "numpy":
         use(NumpyKernels())
         return None
@@ -61,11 +65,19 @@ def compiled() -> Kernels:
         SettingsError: numba is missing, does not work here, or gives other bytes.
     """
     try:
+        import numba
+
         from ayni.kernels.compiled import CompiledKernels
-    except Exception as error:  # Whatever a compiler can stumble over.
+
+        found = CompiledKernels()
+        others = differing(found, NumpyKernels())
+    except ImportError as error:
         raise SettingsError(f"loops can't be compiled ({_sentence(error)}): install the extra `fast`") from error
-    found = CompiledKernels()
-    if others := differing(found, NumpyKernels()):
+    except Exception as error:  # Whatever a compiler can stumble over.
+        raise SettingsError(f"loops can't be compiled: {_sentence(error)}") from error
+    if numba.config.DISABLE_JIT:
+        raise SettingsError("loops can't be compiled, since NUMBA_DISABLE_JIT is set")
+    if others:
         raise SettingsError(f"loops {', '.join(others)}, {found.name}, give other bytes than numpy's on this machine")
     return found
 
@@ -76,6 +88,8 @@ def _use_compiled() -> None:
         chosen = compiled()
     except SettingsError as error:
         _log.warning("sums and conversions stay numpy's: %s", error)
+        return
+    if _wanted == "numpy":
         return
     use(chosen)
     _log.debug("loops are %s, after %.1f s", chosen.name, time.perf_counter() - begun)

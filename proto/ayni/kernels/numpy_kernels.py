@@ -34,15 +34,13 @@ class NumpyKernels:
 
     def mean(self, left_C: Floats, right_C: Floats | None, weight: int, out_C: Floats, squares_S: Doubles) -> None:
         """See `Kernels`."""
-        total_C = left_C
-        if right_C is not None:
-            with np.errstate(over="ignore", invalid="ignore"):
-                total_C = np.add(left_C, right_C, out=out_C)
-        if weight & (weight - 1) == 0:
-            # The same number, rounded once as well, in half the time.
-            np.multiply(total_C, np.float32(1 / weight), out=out_C)
-        else:
-            np.divide(total_C, np.float32(weight), out=out_C)
+        with np.errstate(over="ignore", invalid="ignore"):
+            total_C = left_C if right_C is None else np.add(left_C, right_C, out=out_C)
+            if weight & (weight - 1) == 0:
+                # The same number, rounded once as well, in half the time.
+                np.multiply(total_C, np.float32(1 / weight), out=out_C)
+            else:
+                np.divide(total_C, np.float32(weight), out=out_C)
 
     def squares(self, values_C: Floats, squares_S: Doubles) -> None:
         """See `Kernels`."""

@@ -43,7 +43,7 @@ class MeanWriter:
         """
         self.place = place
         self.copies: list[Floats] = []
-        """Where the mean is wanted besides, each of shape [N]."""
+        """Where the mean is wanted besides, each of shape [N]; good as far as the mean was told."""
         self._label = label
         self.restart()
 

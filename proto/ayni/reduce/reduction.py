@@ -252,7 +252,7 @@ class Round:
         return Fate.REMOVED, self._settle() if self._declared else []
 
     def is_due(self, parts: Collection[tuple[int, int]]) -> bool:
-        """Returns whether these parts, as (lease, part), are all that the next chunks of the mean are made of."""
+        """Returns whether these parts, as (lease, part), each once, are all that the mean's next chunks are made of."""
         if not self._declared or self._pending:
             return False
         present = {
@@ -261,7 +261,7 @@ class Round:
             for part, node in enumerate(contribution.parts)
             if not self._absent(node)
         }
-        return bool(present) and present == set(parts)
+        return bool(present) and len(parts) == len(present) and present == set(parts)
 
     def contribute_runs(self, runs: Sequence[tuple[int, int, Floats]]) -> Reduced:
         """Adds several chunks at once of all parts, which `is_due`, and returns what they make up.

@@ -37,13 +37,14 @@ def divide(total_C: Floats, weight: int, out_C: Floats | None = None) -> Floats:
         out_C: where the quotient goes, shape [C].
     """
     out = out_C if out_C is not None else total_C if total_C.flags.writeable else None
-    if weight >= 1 << 24:
-        quotient = (total_C / np.float64(weight)).astype(np.float32)
-        return quotient if out_C is None else _written(out_C, quotient)
-    if weight & (weight - 1) == 0:
-        # The same number, rounded once as well, in half the time.
-        return np.multiply(total_C, np.float32(1 / weight), out=out)
-    return np.divide(total_C, np.float32(weight), out=out)
+    with np.errstate(over="ignore", invalid="ignore"):
+        if weight >= 1 << 24:
+            quotient = (total_C / np.float64(weight)).astype(np.float32)
+            return quotient if out_C is None else _written(out_C, quotient)
+        if weight & (weight - 1) == 0:
+            # The same number, rounded once as well, in half the time.
+            return np.multiply(total_C, np.float32(1 / weight), out=out)
+        return np.divide(total_C, np.float32(weight), out=out)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
