@@ -77,8 +77,8 @@ class SliceRound:
         )
         is_exact = self.round.mean_N is not None
         self.homes: list[Floats] = self.round.mean.copies if is_exact else []
-        """Where this very worker wants the mean, which is there once it was told. Unless it is rounded, the round copies
-        it while it is in the cache."""
+        """Where this very worker wants the mean; good as far as it was told. Unless it is rounded, the round copies it
+        while it is in the cache."""
         self._dtype = tensors.mean_dtype(terms.wire_type)
         self._stats: dict[int, MicrobatchStats] = {}
         self._frames: dict[int, bytes] = {}
