@@ -118,7 +118,7 @@ class Groups:
         if assignment.group is None:
             if self._said and assignment.kind == "train":
                 self._log("the coordinator reduces gradients")
-            self._leave("this attempt has no exchange group")
+            self.leave("this attempt has no exchange group")
             return
         moment = Moment(
             generation=assignment.group.generation,
@@ -204,7 +204,7 @@ class Groups:
         own = [entry for entry in self._entries if entry.offer.assignment.lease_id == lease_id]
         if lease_id == self._primary:
             self._drop_all("its lease was taken back")
-            self._leave("the others went on without this worker")
+            self.leave("the others went on without this worker")
         for entry in own:
             self._drop([entry], voided(entry.offer.assignment, "its lease was taken back"))
 
@@ -217,7 +217,7 @@ class Groups:
     async def close(self) -> None:
         """Ends all work; the membership is over."""
         self._drop_all("the membership is over")
-        self._leave("its membership is over")
+        self.leave("its membership is over")
         await self.ended()
 
     def _enter(self, terms: Terms) -> None:
@@ -229,7 +229,8 @@ class Groups:
         self._exchange(terms.group).regroup(terms)
         self._change.announce()
 
-    def _leave(self, why: str) -> None:
+    def leave(self, why: str) -> None:
+        """Takes no part in the exchange group any more; nothing happens where there is none."""
         terms, self._terms = self._terms, None
         if terms:
             self._say(0)

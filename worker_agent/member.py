@@ -213,6 +213,8 @@ class Member:
 
     async def abandon(self, reason: str) -> None:
         """Ends all work and the connection, without a goodbye."""
+        # First, since work whose cancellation gets lost in a failure of the same moment ends with its group alone.
+        self._groups.leave("its membership is over")
         if self._attempt:
             await self._attempt.stop(voided(self._attempt.primary.assignment, reason))
         await self._groups.close()
