@@ -179,11 +179,10 @@ class CompiledKernels:
 
     def mean(self, left_C: Floats, right_C: Floats | None, weight: int, out_C: Floats, squares_S: Doubles) -> None:
         """See `Kernels`."""
-        is_power_of_two = weight & (weight - 1) == 0
         if right_C is None:
-            # A quotient by a power of two is the product with its reciprocal, to the bit.
             _over(left_C, np.float32(weight), out_C, squares_S)
-        elif is_power_of_two:
+        elif weight & (weight - 1) == 0:
+            # A quotient by a power of two is the product with its reciprocal, to the bit.
             _sum_times(left_C, right_C, np.float32(1 / weight), out_C, squares_S)
         else:
             _sum_over(left_C, right_C, np.float32(weight), out_C, squares_S)

@@ -67,16 +67,19 @@ def compiled() -> Kernels:
     try:
         import numba
 
+        # Python's own loops would give the same bytes, far too slowly.
+        if numba.config.DISABLE_JIT:
+            raise SettingsError("loops can't be compiled, since NUMBA_DISABLE_JIT is set")
         from ayni.kernels.compiled import CompiledKernels
 
         found = CompiledKernels()
         others = differing(found, NumpyKernels())
     except ImportError as error:
         raise SettingsError(f"loops can't be compiled ({_sentence(error)}): install the extra `fast`") from error
+    except SettingsError:
+        raise
     except Exception as error:  # Whatever a compiler can stumble over.
         raise SettingsError(f"loops can't be compiled: {_sentence(error)}") from error
-    if numba.config.DISABLE_JIT:
-        raise SettingsError("loops can't be compiled, since NUMBA_DISABLE_JIT is set")
     if others:
         raise SettingsError(f"loops {', '.join(others)}, {found.name}, give other bytes than numpy's on this machine")
     return found
