@@ -1,11 +1,13 @@
 """Measures tokens/s of the causal_lm task by our workers, against DDP over Gloo in the same processes.
 
     python tests/bench/tokens.py [--workers 2] [--steps 20] [--rounds 3] [--rate 1000] [--path shm] [--topology star]
-        [--keep]
+        [--wire float32] [--keep]
 
 Each worker process trains the same model on the same samples, in turn: --steps steps as a worker of a run of ours, as
 many under torch's DistributedDataParallel, for --rounds times. Both must come to the same loss. With --rate every
 worker and the coordinator has a link of its own with so many megabits a second each way (needs root and iproute2).
+With another --wire than float32 DDP trains a second time, with its hook that sends float16 (Gloo has none for
+bfloat16); the goal is for float32 on both sides.
 Prints one JSON object to standard output and progress to standard error; docs/benchmarks.md says how to read it.
 """
 
@@ -20,8 +22,10 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "proto"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from ayni.tensors import WIRE_DTYPES
 from tests.bench import links, processes, report
 from tests.bench.processes import BenchFailed
+from tests.bench.reduce_case import TOPOLOGIES
 
 PROGRAM = Path(__file__).with_name("tokens_worker.py")
 WARM_UP = 3
@@ -71,6 +75,7 @@ def measure(given: argparse.Namespace) -> list[dict]:
             "--warm-up": WARM_UP,
             "--path": given.path,
             "--topology": given.topology,
+            "--wire": given.wire,
         }
         shared = [*(str(word) for pair in flags.items() for word in pair), *(["--insecure"] if given.rate else [])]
         arguments = [[*shared, "--rank", str(rank), "--host", hosts[rank]] for rank in range(given.workers)]
@@ -86,6 +91,7 @@ def run_of(given: argparse.Namespace) -> dict:
         "run_id": "bench",
         "min_workers": given.workers,
         "topology": given.topology,
+        "wire_type": given.wire,
         "num_steps": WARM_UP + given.steps,
         "batch": {"samples": given.samples, "microbatches": given.microbatches},
         "optimizer": {"schedule": "constant", "learning_rate": 1e-3},
@@ -105,16 +111,19 @@ def run_of(given: argparse.Namespace) -> dict:
 
 def rows_of(given: argparse.Namespace, results: list[dict]) -> list[dict]:
     """Time of a thousand tokens, less is better: the median over all rounds, of each round's slowest worker."""
-    ours, ddp = (_ms_per_kilotoken(results, name) for name in ("ours", "ddp"))
     link = f", {given.rate:g} Mbit/s" if given.rate else ""
     shape = "" if given.topology == "star" else f" {given.topology}"
-    what = f"{results[0]['parameters']:,} parameters, {given.workers} workers,{shape} {given.path}{link}"
-    return [
-        report.row(f"1,000 tokens of causal_lm, {what}", ours, "DDP + Gloo", ddp, "ms", 1 / GOALS[bool(given.rate)]),
-        report.row(
-            f"step of causal_lm, {what}", _step_ms(results, "ours"), "DDP + Gloo", _step_ms(results, "ddp"), "ms"
-        ),
-    ]
+    wire = "" if given.wire == "float32" else f" {given.wire}"
+    what = f"{results[0]['parameters']:,} parameters, {given.workers} workers,{shape} {given.path}{wire}{link}"
+    goal = None if wire else 1 / GOALS[bool(given.rate)]
+    peers = {"ddp": ("DDP + Gloo", goal), "ddp_float16": ("DDP + Gloo, float16 hook", None)}
+    rows = []
+    for name, (peer, limit) in peers.items():
+        if results[0][name]:
+            ours, theirs = (_ms_per_kilotoken(results, each) for each in ("ours", name))
+            rows.append(report.row(f"1,000 tokens of causal_lm, {what}", ours, peer, theirs, "ms", limit))
+    steps = _step_ms(results, "ours"), _step_ms(results, "ddp")
+    return [*rows, report.row(f"step of causal_lm, {what}", steps[0], "DDP + Gloo", steps[1], "ms")]
 
 
 def _text(folder: Path, context: int) -> Path:
@@ -136,7 +145,7 @@ def _step_ms(results: list[dict], name: str) -> float:
 
 
 def _check(results: list[dict]) -> None:
-    losses = [turn["loss"] for result in results for name in ("ours", "ddp") for turn in result[name]]
+    losses = [turn["loss"] for result in results for name in ("ours", "ddp", "ddp_float16") for turn in result[name]]
     if not max(losses) - min(losses) <= LOSS_TOLERANCE * min(losses):
         raise BenchFailed(f"the same training came to losses from {min(losses):.4f} to {max(losses):.4f}")
 
@@ -165,7 +174,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=16, help="samples of a step, of all workers")
     parser.add_argument("--microbatches", type=int, default=4, help="micro-batches of a step, of all workers")
     parser.add_argument("--path", choices=("shm", "grpc"), default="shm", help="how our gradients travel")
-    parser.add_argument("--topology", choices=("star", "sharded"), default="star", help="who reduces")
+    parser.add_argument("--topology", choices=TOPOLOGIES, default="star", help="who reduces")
+    parser.add_argument("--wire", choices=WIRE_DTYPES, default="float32", help="element type on our wire")
     parser.add_argument("--rate", type=float, default=0.0, help="megabits a second of each link (default: one host)")
     parser.add_argument("--keep", action="store_true", help="also write the result to tests/bench/results")
     given = parser.parse_args()
@@ -173,7 +183,9 @@ def _arguments() -> argparse.Namespace:
         parser.error("--workers must be at least 2, --steps and --rounds at least 1, --rate not negative")
     if given.microbatches % given.workers or given.samples % given.microbatches:
         parser.error("--workers must divide --microbatches, and that --samples: DDP has equal shares only")
-    if given.rate:
+    if given.topology == "torch" and given.wire != "float32":
+        parser.error("--topology torch sends float32")
+    if given.rate or given.topology == "torch":
         given.path = "grpc"
     return given
 

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ayni import order
@@ -19,6 +21,7 @@ from ayni.kernels import loading
 from ayni.rpc import tune_allocator
 from ayni.run_config import RunConfig
 from ayni.settings import from_mapping
+from ayni.tensors import WIRE_DTYPES
 from worker_agent.client import ClientConfig, WorkerClient
 from worker_agent.training.events import StepEvent
 from worker_agent.training.load import load_task
@@ -41,14 +44,17 @@ def main() -> None:
         world_size=given.workers,
         timeout=timedelta(seconds=DEADLINE_S),
     )
-    ours, ddp = [], []
+    ours, ddp, ddp_float16 = [], [], []
     for address in given.coordinators.split(","):
         dist.barrier()
         ours.append(train_ours(given, config, address))
         dist.barrier()
         ddp.append(train_ddp(given, config))
+        if given.wire != "float32":
+            dist.barrier()
+            ddp_float16.append(train_ddp(given, config, fp16_compress_hook))
     parameters = sum(parameter.numel() for _, parameter in make_task(given, config).trainable())
-    print(json.dumps({"ours": ours, "ddp": ddp, "parameters": parameters}))
+    print(json.dumps({"ours": ours, "ddp": ddp, "ddp_float16": ddp_float16, "parameters": parameters}))
     dist.destroy_process_group()
 
 
@@ -72,7 +78,9 @@ def train_ours(given: argparse.Namespace, config: RunConfig, address: str) -> di
         task_fingerprint=task.fingerprint(),
         parameters_sha256=trainer.parameters_sha256(),
         gradients="auto" if given.path == "shm" else "grpc",
+        wire_types=WIRE_DTYPES,
         peer_listen=f"{given.host}:0" if given.topology == "sharded" else "",
+        store_listen=given.host if given.topology == "torch" else "",
     )
     moments: list[float] = []
     events: list[StepEvent] = []
@@ -93,10 +101,12 @@ def train_ours(given: argparse.Namespace, config: RunConfig, address: str) -> di
     }
 
 
-def train_ddp(given: argparse.Namespace, config: RunConfig) -> dict[str, float]:
-    """Trains alone with the other workers of the group, as torch's documentation does it."""
+def train_ddp(given: argparse.Namespace, config: RunConfig, hook: Callable[..., Any] | None = None) -> dict[str, float]:
+    """Trains alone with the other workers of the group, as torch's documentation does it; `hook` sends gradients."""
     task: Any = make_task(given, config)
     task.model = DistributedDataParallel(task.model)
+    if hook:
+        task.model.register_comm_hook(None, hook)
     optimizer = torch.optim.AdamW(
         task.model.parameters(), lr=config.optimizer.learning_rate, weight_decay=config.optimizer.weight_decay
     )
@@ -142,7 +152,7 @@ def _ddp_step(task: Any, config: RunConfig, given: argparse.Namespace, step: int
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("--coordinators", "--run", "--store", "--path", "--topology", "--host"):
+    for name in ("--coordinators", "--run", "--store", "--path", "--topology", "--wire", "--host"):
         parser.add_argument(name, required=True)
     parser.add_argument("--text", required=True, type=Path)
     for name in ("--rank", "--workers", "--warm-up"):
