@@ -104,7 +104,7 @@ class RunFile(RunConfig):
     worker_window_chunks: int = 32
     """The same over all contributions of a worker; each contribution may always have one."""
     max_bucket_bytes: int = 16 << 30
-    """Longest gradient of one bucket; the workers that reduce slices of it (`topology: sharded`) hold to it too."""
+    """Longest gradient of one bucket; workers that reduce it among themselves (`sharded`, `torch`) hold to it, too."""
     exchange_share: float = 0.5
     """Part of a step that the exchange may take before the log says what would make it less. 0: never."""
     auto_wire: bool = False

@@ -122,19 +122,28 @@ def check(offer: SliceOffer, terms: Terms) -> None:
         raise _not_leased(offer, f"worker {offer.worker_id} is not a member of the group", members, offer.worker_id)
     if offer.spec.dtype != terms.wire_type:
         raise mismatch(offer, "dtype", terms.wire_type, offer.spec.dtype)
-    limit = terms.group.max_bucket_bytes
-    if not 0 < offer.spec.num_bytes <= limit:
-        raise TooLarge(
-            f"{offer.name}: a bucket of {offer.spec.num_bytes} bytes; 1 to {limit} are taken (max_bucket_bytes)",
-            field="num_elements",
-            limit=limit,
-            received=offer.spec.num_bytes,
-        )
+    check_length(offer.name, offer.spec.num_bytes, terms.group)
     own = terms.bounds(offer.spec, offer.bucket)
     if (offer.start, offer.stop) != own or offer.stop <= offer.start:
         sentence = f"this worker owns elements [{own[0]}, {own[1]}) of {offer.bucket}"
         raise _not_leased(offer, sentence, own, (offer.start, offer.stop))
     _check_stats(offer, terms.num_microbatches)
+
+
+def check_length(name: str, num_bytes: int, group: ExchangeGroup) -> None:
+    """Confirms that a bucket is not longer than the run takes.
+
+    Raises:
+        TooLarge: it is, or it is empty.
+    """
+    limit = group.max_bucket_bytes
+    if not 0 < num_bytes <= limit:
+        raise TooLarge(
+            f"{name}: a bucket of {num_bytes} bytes; 1 to {limit} are taken (max_bucket_bytes)",
+            field="num_elements",
+            limit=limit,
+            received=num_bytes,
+        )
 
 
 def check_secret(secret: str, terms: Terms) -> None:

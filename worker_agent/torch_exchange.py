@@ -21,7 +21,7 @@ from ayni.step_values import ExchangeGroup, SliceDigest
 from worker_agent.exchange import Outcome
 from worker_agent.group_exchange import Brought, OnLost
 from worker_agent.session import ExchangeTimes
-from worker_agent.slice_offers import Moment, Terms
+from worker_agent.slice_offers import Moment, Terms, check_length
 from worker_agent.torch_collectives import Accelerator, Collectives, GroupPlan
 from worker_agent.torch_generation import Generation
 from worker_agent.torch_group import TorchGroup
@@ -108,6 +108,7 @@ class TorchExchange:
         generation, offer = self._newest, brought.offer
         if generation is None:
             raise StaleEpoch(f"{offer.name}: this worker is in no torch group now", epoch=0, current_epoch=0)
+        check_length(offer.name, offer.out.nbytes, generation.group)
         begun = time.perf_counter()
         try:
             total = await generation.total(offer, brought.on_sent)

@@ -95,7 +95,7 @@ class ExchangeGroup:
     chunk_bytes: int
     """Bytes of every chunk but a slice's last one."""
     max_bucket_bytes: int = 16 << 30
-    """Longest bucket of which a slice is reduced."""
+    """Longest bucket that is reduced."""
 
     @property
     def owners(self) -> tuple[GroupMember, ...]:

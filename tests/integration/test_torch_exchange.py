@@ -3,12 +3,13 @@
 import asyncio
 import math
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from ayni.buckets import FLAT, Bucket
-from ayni.errors import Fault, NonFinite, RoundRestarted, SpecMismatch, StaleEpoch
+from ayni.errors import Fault, NonFinite, RoundRestarted, SpecMismatch, StaleEpoch, TooLarge
 from ayni.reduce.digest import MeanDigest
 from tests.support.torch_members import group_of, members, terms_of
 from tests.support.torch_offers import offer
@@ -100,6 +101,22 @@ def test_a_step_without_weight_has_a_mean_of_zeros():
             return offers
 
     assert all(set(o.out) == {np.float32(0)} for o in asyncio.run(scenario()))
+
+
+def test_a_bucket_that_is_longer_than_the_run_takes_is_refused_by_everybody_and_the_next_is_reduced():
+    async def scenario():
+        async with members(2) as group:
+            told = replace(group_of(group.stores), max_bucket_bytes=4 * 16)
+            for place, exchange in enumerate(group.exchanges):
+                exchange.regroup(terms_of(told, place))
+            for rank in (0, 1):
+                with pytest.raises(TooLarge, match=r"68 bytes; 1 to 64 are taken \(max_bucket_bytes\)"):
+                    await within(30, group.reduce(rank, offer(rank, rank + 1, 2, size=17)))
+            offers = [offer(rank, rank + 1, 2, size=16) for rank in (0, 1)]
+            await within(30, *map(group.reduce, range(2), offers))
+            return offers
+
+    assert all(set(o.out) == {np.float32(1.5)} for o in asyncio.run(scenario()))
 
 
 def test_the_lowest_rank_takes_the_means_down_and_nobody_else():
