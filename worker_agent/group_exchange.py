@@ -24,6 +24,9 @@ class Brought:
     """Whether the mean is in `offer.out` already, under a generation before: whoever has it may use it."""
     on_sent: Callable[[], None]
     """To be called when all of it has left; more often does no harm."""
+    is_wanted: Callable[[], bool] = lambda: True
+    """Whether anybody waits for it still. Who tries again asks, since a cancellation that comes at the moment of a
+    failure gets lost in it."""
 
 
 class GroupExchange(Protocol):

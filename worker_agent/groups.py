@@ -278,7 +278,10 @@ class Groups:
         """Brings something under one group, until it is done or the group is replaced."""
         own = asyncio.current_task()
         brought = Brought(
-            offer=entry.offer, has_mean=entry.first.done(), on_sent=lambda: self._sent(entry, terms.moment)
+            offer=entry.offer,
+            has_mean=entry.first.done(),
+            on_sent=lambda: self._sent(entry, terms.moment),
+            is_wanted=lambda: entry.task is own,
         )
         outcome: Outcome | Exception | None = None
         for delay in delays(random.random, _FIRST_PAUSE_S, _LONGEST_PAUSE_S):

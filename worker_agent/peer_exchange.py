@@ -134,8 +134,7 @@ class ShardedExchange:
 
     async def _at_home(self, terms: Terms, work: SliceWork) -> Outcome:
         while True:
-            if self._terms is not terms:
-                raise _over(terms)
+            self._check(terms, work)
             contribution = self.rounds.begin(work.offer)
             try:
                 return await carry(contribution, work, self.rounds.stores.regions)
@@ -150,8 +149,7 @@ class ShardedExchange:
     async def _abroad(self, terms: Terms, work: SliceWork) -> Outcome:
         began, failures = 0.0, 0
         for delay in delays(random.random, _FIRST_PAUSE_S, _LONGEST_PAUSE_S):
-            if self._terms is not terms:
-                raise _over(terms)
+            self._check(terms, work)
             try:
                 outcome = await (
                     self._call_near(terms, work) if self._is_near(terms, work) else self._call(terms, work)
@@ -171,6 +169,17 @@ class ShardedExchange:
                     self._on_lost(terms.moment.generation, [work.owner.worker_id])
             await asyncio.sleep(delay)
         raise AssertionError("there is always another delay")
+
+    def _check(self, terms: Terms, work: SliceWork) -> None:
+        """Ends work that goes on only because its cancellation got lost.
+
+        Raises:
+            StaleEpoch: the terms are not in force any more, or nobody wants it.
+        """
+        if self._terms is not terms or not work.is_wanted():
+            generation = terms.moment.generation
+            sentence = f"{work.contribution.name}: work under generation {generation} is over"
+            raise StaleEpoch(sentence, epoch=generation, current_epoch="a newer one")
 
     def _is_near(self, terms: Terms, work: SliceWork) -> bool:
         owner = work.owner
@@ -229,12 +238,6 @@ class ShardedExchange:
         closing = asyncio.ensure_future(self._channels.pop(address).close())
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
-
-
-def _over(terms: Terms) -> StaleEpoch:
-    """Returns what ends work under terms that are not in force any more, where its cancellation got lost."""
-    generation = terms.moment.generation
-    return StaleEpoch(f"generation {generation} is over", epoch=generation, current_epoch="a newer one")
 
 
 def _verdict(error: aio.AioRpcError, work: SliceWork) -> AyniError | TransportBroken:

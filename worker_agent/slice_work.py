@@ -25,6 +25,8 @@ class SliceWork:
     offer: SliceOffer
     contribution: Contribution
     on_sent: Callable[[], None]
+    is_wanted: Callable[[], bool]
+    """See `Brought.is_wanted`."""
 
 
 class Watched:
@@ -75,7 +77,10 @@ def cut(brought: Brought, terms: Terms) -> list[SliceWork]:
             parts=[None if part is None else part[start:stop] for part in offer.parts],
             out=offer.out[start:stop] if takes_mean else None,
         )
-        work.append(SliceWork(owner=owner, offer=said, contribution=contribution, on_sent=_noting(countdown, number)))
+        on_sent = _noting(countdown, number)
+        work.append(
+            SliceWork(owner=owner, offer=said, contribution=contribution, on_sent=on_sent, is_wanted=brought.is_wanted)
+        )
     return work
 
 

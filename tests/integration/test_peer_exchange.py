@@ -15,7 +15,7 @@ from ayni import frames, tensors
 from ayni.buckets import FLAT, Bucket
 from ayni.channels import open_channel
 from ayni.endpoints import ServerTls
-from ayni.errors import BadRequest, NonFinite, SpecMismatch, TokenRefused
+from ayni.errors import BadRequest, NonFinite, RoundRestarted, SpecMismatch, StaleEpoch, TokenRefused
 from ayni.reduce.digest import SEGMENT, join_digests
 from ayni.reduce.reduction import Round
 from ayni.rpc import error_from
@@ -23,6 +23,7 @@ from ayni.step_values import ExchangeGroup, GroupMember, MicrobatchStats
 from ayni.tensors import TensorSpec
 from ayni.tree import cover
 from ayni.v1 import peer_pb2
+from worker_agent import peer_exchange
 from worker_agent.contributions import Offer
 from worker_agent.exchange import Outcome, Traffic
 from worker_agent.faults import TransportBroken
@@ -168,6 +169,38 @@ def run(work: Coroutine[Any, Any, None]) -> None:
             await work
 
     asyncio.run(bounded())
+
+
+@pytest.mark.parametrize("way", ["_call", "_at_home"])
+def test_work_that_nobody_wants_ends_although_its_cancellation_gets_lost(way, monkeypatch):
+    begun, calls = asyncio.Event(), list[str]()
+
+    async def fails_when_it_is_cancelled(*_: object) -> None:
+        calls.append(way)
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise RoundRestarted("a failure of the same moment", bucket=FLAT, detail="a failure") from None
+
+    async def scenario() -> None:
+        monkeypatch.setattr(*LOSSES[way], fails_when_it_is_cancelled)
+        async with nodes(2) as made:
+            wanted = [True]
+            made[0].exchange.regroup(terms(made, 0, owners=[0 if way == "_at_home" else 1]))
+            what = replace(brought(0, range(4), FLAT), is_wanted=lambda: wanted[0])
+            work = asyncio.create_task(made[0].exchange.reduce(what))
+            await begun.wait()
+            wanted[0] = False
+            work.cancel()
+            with pytest.raises(StaleEpoch, match="is over"):
+                await work
+            assert calls == [way]
+
+    run(scenario())
+
+
+LOSSES: dict[str, tuple[Any, str]] = {"_call": (ShardedExchange, "_call"), "_at_home": (peer_exchange, "carry")}
 
 
 async def reduce_all(made: Sequence[Node], offers: Sequence[tuple[Node, Brought]]) -> list[Outcome]:
