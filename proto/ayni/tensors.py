@@ -64,7 +64,6 @@ WIRE_DTYPES = (*MEAN_DTYPES, "int8")
 """Element types that contributions travel in."""
 
 
-_SIGN = 0x8000
 _INFINITE = {"bfloat16": 0x7F80, "float16": 0x7C00}
 """Bits of the infinity of types with two bytes; NaN has larger ones, every finite number smaller ones."""
 
@@ -193,10 +192,7 @@ def is_finite(data: Bytes, dtype: str) -> bool:
         return quantize.is_finite(data, quantize.num_elements(data.size))
     if dtype == "float32":
         return first_non_finite(data.view(DTYPES[dtype])) is None
-    bits_C, infinite = data.view(np.dtype("<u2")), _INFINITE[dtype]
-    # Signed, the largest is the largest one above zero, if there is any; unsigned, the largest one below zero.
-    positive, negative = bits_C.view(np.dtype("<i2")).max(initial=0), bits_C.max(initial=0)
-    return bool(positive < infinite and negative < infinite + _SIGN)
+    return not data.size or kernels().largest(data.view(np.dtype("<u2"))) < _INFINITE[dtype]
 
 
 def first_non_finite(values_C: Floats) -> int | None:

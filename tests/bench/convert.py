@@ -63,6 +63,9 @@ def stages_of(values_N: np.ndarray, size: int) -> dict[str, tuple[Stage, list[st
     before, decoded = "int8, quantise, whole chunks at once", "int8, decode, then look"
     numpy_int8, numpy_bfloat16 = "int8, quantise, numpy", "bfloat16, round, numpy"
     numpy_decoded = "int8, look, then decode, numpy"
+    # A chunk begins anywhere in the frame that it comes in.
+    loose = [np.frombuffer(b"." + chunk_C.tobytes(), np.float32, offset=1) for chunk_C in chunks]
+    numpy_looked = "float32 in a frame, look, numpy"
     rounded, looked = "bfloat16, decode, then look", "bfloat16, look, then decode"
     return {
         COPY: (_each(chunks, np.copy), []),
@@ -72,6 +75,8 @@ def stages_of(values_N: np.ndarray, size: int) -> dict[str, tuple[Stage, list[st
         decoded: (_each(int8, lambda data: sums.is_finite(tensors.decode(data, "int8"))), [COPY]),
         numpy_decoded: (_with_numpy(_each(int8, lambda data: _taken(data, "int8"))), [COPY]),
         "int8, look, then decode": (_each(int8, lambda data: _taken(data, "int8")), [COPY, decoded, numpy_decoded]),
+        numpy_looked: (_with_numpy(_each(loose, sums.is_finite)), [COPY]),
+        "float32 in a frame, look": (_each(loose, sums.is_finite), [COPY, numpy_looked]),
         numpy_bfloat16: (_with_numpy(_each(chunks, lambda chunk_C: tensors.encode(chunk_C, "bfloat16"))), [COPY]),
         "bfloat16, round": (
             _each(chunks, lambda chunk_C: tensors.encode(chunk_C, "bfloat16")),

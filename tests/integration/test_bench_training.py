@@ -70,27 +70,35 @@ def test_tokens_are_compared_by_the_slowest_worker_of_each_round() -> None:
         return {"seconds": seconds, "steps": 10, "tokens": 5000, "loss": loss}
 
     results: list[dict] = [
-        {"ours": [turn(10.0), turn(12.0)], "ddp": [turn(9.0), turn(9.0)], "parameters": 5},
-        {"ours": [turn(11.0), turn(10.0)], "ddp": [turn(9.0), turn(10.0)], "parameters": 5},
+        {"ours": [turn(10.0), turn(12.0)], "ddp": [turn(9.0), turn(9.0)], "ddp_float16": [], "parameters": 5},
+        {"ours": [turn(11.0), turn(10.0)], "ddp": [turn(9.0), turn(10.0)], "ddp_float16": [], "parameters": 5},
     ]
-    given = argparse.Namespace(workers=2, path="shm", rate=0.0, topology="star")
+    given = argparse.Namespace(workers=2, path="shm", rate=0.0, topology="star", wire="float32")
     kilotoken, step = tokens.rows_of(given, results)
     assert (kilotoken["ours"], kilotoken["theirs"]) == (2300.0, 1900.0)
     assert (kilotoken["goal"], kilotoken["met"]) == (1.031, False)
     assert (step["ours"], step["theirs"]) == (1150.0, 950.0)
-    over_links = tokens.rows_of(argparse.Namespace(workers=2, path="grpc", rate=1000.0, topology="star"), results)
-    assert over_links[0]["goal"] == 1.0
+    links = {"workers": 2, "path": "grpc", "rate": 1000.0, "topology": "sharded"}
+    assert tokens.rows_of(argparse.Namespace(**links, wire="float32"), results)[0]["goal"] == 1.0
+    for result in results:
+        result["ddp_float16"] = [turn(6.0), turn(7.0)]
+    rounded, half, _ = tokens.rows_of(argparse.Namespace(**links, wire="bfloat16"), results)
+    assert (rounded["goal"], half["goal"], half["theirs"]) == (None, None, 1300.0)
     tokens._check(results)
     results[1]["ddp"][1]["loss"] = 2.03
     with pytest.raises(BenchFailed, match=r"losses from 2.0000 to 2.0300"):
         tokens._check(results)
 
 
-@pytest.mark.parametrize("topology", ["star", "sharded"])
-def test_tokens_runs(topology: str) -> None:
+@pytest.mark.parametrize(("topology", "wire"), [("star", "float32"), ("sharded", "bfloat16"), ("torch", "float32")])
+def test_tokens_runs(topology: str, wire: str) -> None:
     tiny = ("--width", "32", "--blocks", "1", "--context", "16", "--samples", "4", "--microbatches", "2")
-    result = printed(run_bench("tokens.py", "--steps", "2", "--rounds", "1", "--topology", topology, *tiny))
-    assert [worker["ours"][0]["tokens"] for worker in result["samples"]["workers"]] == [128, 128]
+    result = printed(
+        run_bench("tokens.py", "--steps", "2", "--rounds", "1", "--topology", topology, "--wire", wire, *tiny)
+    )
+    workers = result["samples"]["workers"]
+    assert [worker["ours"][0]["tokens"] for worker in workers] == [128, 128]
+    assert [len(worker["ddp_float16"]) for worker in workers] == [int(wire != "float32")] * 2
 
 
 def test_limits_of_links_are_arithmetic() -> None:

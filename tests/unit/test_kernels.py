@@ -67,6 +67,36 @@ def test_the_probe_names_a_loop_that_is_off_by_a_bit(name):
     assert name in differing(Off(), NUMPY)
 
 
+def test_the_probe_names_a_largest_number_that_is_off_by_a_bit():
+    class Off(NumpyKernels):
+        def largest(self, bits_C):
+            return NUMPY.largest(bits_C) ^ 1
+
+    assert differing(Off(), NUMPY) == ["largest"]
+
+
+@pytest.mark.parametrize("loops", BOTH)
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
+@given(words=st.lists(st.integers(0, (1 << 32) - 1), min_size=1, max_size=300), start=st.integers(0, 3))
+def test_the_largest_number_is_found_wherever_the_bits_begin(loops, dtype, words, start):
+    bits = np.array(words, np.uint32).astype(dtype)
+    memory = np.empty(start + bits.nbytes, np.uint8)
+    memory[start:] = bits.view(np.uint8)
+    without_sign = bits & dtype((1 << (8 * bits.itemsize - 1)) - 1)
+    assert loops.largest(memory[start:].view(dtype)) == without_sign.max()
+
+
+@pytest.mark.parametrize("loops", BOTH)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@given(words=st.lists(st.integers(0, 0xFFFF), min_size=2, max_size=300).filter(lambda words: len(words) % 2 == 0))
+def test_what_is_not_finite_is_seen_with_either(loops, dtype, words):
+    use(loops)
+    data = np.array(words, np.uint16).view(np.uint8)
+    values = tensors.decode(data, dtype)
+    assert tensors.is_finite(data, dtype) == bool(np.isfinite(values).all())
+    assert sums.is_finite(values) == bool(np.isfinite(values).all())
+
+
 @given(bits=any_bits)
 def test_bfloat16_of_any_bits_is_the_same(bits):
     found = []

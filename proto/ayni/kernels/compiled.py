@@ -17,7 +17,7 @@ import numba
 import numpy as np
 from numba import float32, float64, int8, int32, uint16, uint32, void
 
-from ayni.kernels.current import Codes, Doubles, Floats, Halves
+from ayni.kernels.current import Bits, Codes, Doubles, Floats, Halves
 from ayni.kernels.numpy_kernels import SCALE_BLOCK, SQUARES_SEGMENT
 
 _RUN = 128
@@ -128,6 +128,22 @@ def _over(total_C: Floats, weight: Any, out_C: Floats, squares_S: Doubles) -> No
         squares_S[segment] = _squares_of(out, sums)
 
 
+@_compiled(uint32(_read(uint32)))
+def _largest_word(bits_C: Any) -> Any:
+    largest = uint32(0)
+    for at in range(bits_C.size):
+        largest = max(largest, uint32(bits_C[at] & uint32(0x7FFFFFFF)))
+    return largest
+
+
+@_compiled(uint16(_read(uint16)))
+def _largest_half(bits_C: Any) -> Any:
+    largest = uint16(0)
+    for at in range(bits_C.size):
+        largest = max(largest, uint16(bits_C[at] & uint16(0x7FFF)))
+    return largest
+
+
 @_compiled(void(_read(uint32), _written(uint16)))
 def _to_bfloat16(bits_C: Any, out_C: Halves) -> None:
     for at in range(out_C.size):
@@ -190,6 +206,10 @@ class CompiledKernels:
     def squares(self, values_C: Floats, squares_S: Doubles) -> None:
         """See `Kernels`."""
         _squares(values_C, squares_S)
+
+    def largest(self, bits_C: Bits) -> int:
+        """See `Kernels`."""
+        return int(_largest_word(bits_C) if bits_C.itemsize == 4 else _largest_half(bits_C))
 
     def to_bfloat16(self, values_C: Floats, out_C: Halves) -> None:
         """See `Kernels`."""

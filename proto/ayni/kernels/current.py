@@ -17,6 +17,7 @@ Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 Halves = npt.NDArray[np.uint16]
 Codes = npt.NDArray[np.int8]
+Bits = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 
 
 class Kernels(Protocol):
@@ -43,6 +44,13 @@ class Kernels(Protocol):
 
     def squares(self, values_C: Floats, squares_S: Doubles) -> None:
         """Writes the sums of squares of each `SQUARES_SEGMENT` elements, C a multiple of it, added in numpy's pairs."""
+
+    def largest(self, bits_C: Bits) -> int:
+        """Returns the bits of the largest number, without its sign; what is not finite is larger than what is.
+
+        Args:
+            bits_C: bits of floats, shape [C], C at least 1; may begin anywhere.
+        """
 
     def to_bfloat16(self, values_C: Floats, out_C: Halves) -> None:
         """Writes the bits of the nearest bfloat16 numbers, ties to even."""

@@ -13,6 +13,7 @@ Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 Halves = npt.NDArray[np.uint16]
 Codes = npt.NDArray[np.int8]
+Bits = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 
 SQUARES_SEGMENT = 8192
 """Elements whose squares are summed at once."""
@@ -23,6 +24,7 @@ _LARGEST_CODE = np.float32(127)
 _PIECE_BLOCKS = 256
 _PIECE_ELEMENTS = _PIECE_BLOCKS * SCALE_BLOCK
 _STARTS = np.arange(0, _PIECE_ELEMENTS, SCALE_BLOCK)
+_SIGNED = {2: np.int16, 4: np.int32}
 _SMALLEST_NORMAL = np.finfo(np.float32).smallest_normal
 
 
@@ -46,6 +48,12 @@ class NumpyKernels:
         """See `Kernels`."""
         wide_C = np.square(values_C, dtype=np.float64)
         np.add.reduce(wide_C.reshape(-1, SQUARES_SEGMENT), axis=1, out=squares_S)
+
+    def largest(self, bits_C: Bits) -> int:
+        """See `Kernels`."""
+        sign = 1 << (8 * bits_C.itemsize - 1)
+        # Signed, the largest is the largest one above zero, if there is any; unsigned, the largest one below zero.
+        return max(int(bits_C.view(_SIGNED[bits_C.itemsize]).max()), int(bits_C.max()) - sign)
 
     def to_bfloat16(self, values_C: Floats, out_C: Halves) -> None:
         """See `Kernels`."""

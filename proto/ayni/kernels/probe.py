@@ -25,6 +25,9 @@ def _results(kernels: Kernels, reference: Kernels) -> Iterator[tuple[str, bytes]
     squares_S = np.zeros(_SIZE // SQUARES_SEGMENT)
     kernels.squares(left_C, squares_S)
     yield "squares", squares_S.tobytes()
+    for bits_C in (left_C.view(np.uint32), _any_bits().view(np.uint32), np.full(3, 1 << 31, np.uint32)):
+        for found in (kernels.largest(bits_C), kernels.largest(bits_C.view(np.uint16)[1:])):
+            yield "largest", str(found).encode()
     halves_C = np.zeros(_SIZE, np.uint16)
     kernels.to_bfloat16(_any_bits(), halves_C)
     yield "to_bfloat16", halves_C.tobytes()

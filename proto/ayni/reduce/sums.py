@@ -18,7 +18,7 @@ SQUARES = SQUARES_SEGMENT
 BLOCK = 65536
 """Elements that pass from one operation to the next in the cache; a multiple of `SQUARES`."""
 _LINE_ELEMENTS = 16
-_INFINITY_BITS, _MINUS_INFINITY_BITS = 0x7F800000, 0xFF800000
+_INFINITY_BITS = 0x7F800000
 
 
 def add(left_C: Floats, right_C: Floats) -> Floats:
@@ -112,8 +112,7 @@ def _looks_finite(square_sums: list[float], out_C: Floats, *, check: bool) -> bo
 
 def is_finite(values_C: Floats) -> bool:
     """Returns whether there is neither NaN nor infinity. A sum of numbers that contain one is none either."""
-    bits_C = values_C.view(np.uint32)
-    return bool(bits_C.view(np.int32).max() < _INFINITY_BITS and bits_C.max() < _MINUS_INFINITY_BITS)
+    return kernels().largest(values_C.view(np.uint32)) < _INFINITY_BITS
 
 
 def _writable(left_C: Floats, right_C: Floats | None) -> Floats:
