@@ -120,7 +120,8 @@ def tensor(message: tensor_pb2.TensorSpec, which: Bucket, wire_type: str, max_by
     spec = TensorSpec(dtype=name, num_elements=message.num_elements, component_sizes=_components(message, which))
     if not 0 < spec.num_bytes <= max_bytes:
         raise TooLarge(
-            f"{which} has {spec.num_elements} elements; 1 to {max_bytes // position_bytes(name)} are taken",
+            f"{which} has {spec.num_elements} elements; 1 to {max_bytes // position_bytes(name)} are taken "
+            "(max_bucket_bytes)",
             field="num_elements",
             limit=max_bytes,
             received=spec.num_bytes,
