@@ -14,6 +14,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from grpc import aio
@@ -119,10 +120,16 @@ class ShardedExchange:
         terms = self._terms
         if terms is None:
             raise StaleEpoch("this worker is in no exchange group at the moment", epoch=0, current_epoch=0)
-        work = cut(brought, terms)
+        tasks: list[asyncio.Task[Outcome]] = []
+
+        def is_wanted() -> bool:
+            # Where one slice has failed, nobody wants the others either; their cancellations, too, may get lost.
+            return brought.is_wanted() and not any(map(_has_failed, tasks))
+
+        work = cut(replace(brought, is_wanted=is_wanted), terms)
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._reduce_slice(terms, one)) for one in work]
+                tasks += [group.create_task(self._reduce_slice(terms, one)) for one in work]
         except BaseExceptionGroup as errors:
             raise first_of(errors) from None
         return joined([task.result() for task in tasks])
@@ -238,6 +245,10 @@ class ShardedExchange:
         closing = asyncio.ensure_future(self._channels.pop(address).close())
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
+
+
+def _has_failed(task: "asyncio.Task[Outcome]") -> bool:
+    return task.done() and (task.cancelled() or task.exception() is not None)
 
 
 def _verdict(error: aio.AioRpcError, work: SliceWork) -> AyniError | TransportBroken:

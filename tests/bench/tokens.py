@@ -13,6 +13,7 @@ Prints one JSON object to standard output and progress to standard error; docs/b
 
 import argparse
 import json
+import math
 import sys
 import tempfile
 from contextlib import ExitStack
@@ -179,8 +180,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rate", type=float, default=0.0, help="megabits a second of each link (default: one host)")
     parser.add_argument("--keep", action="store_true", help="also write the result to tests/bench/results")
     given = parser.parse_args()
-    if given.workers < 2 or min(given.steps, given.rounds) < 1 or given.rate < 0:
-        parser.error("--workers must be at least 2, --steps and --rounds at least 1, --rate not negative")
+    counts = ("steps", "rounds", "width", "blocks", "context", "samples", "microbatches")
+    if given.workers < 2 or min(getattr(given, name) for name in counts) < 1 or not 0 <= given.rate < math.inf:
+        parser.error(f"--workers must be at least 2, --{', --'.join(counts)} at least 1, --rate a number from 0 on")
     if given.microbatches % given.workers or given.samples % given.microbatches:
         parser.error("--workers must divide --microbatches, and that --samples: DDP has equal shares only")
     if given.topology == "torch" and given.wire != "float32":

@@ -33,6 +33,7 @@ from worker_agent.peer_service import listening
 from worker_agent.session import ShardAssignment, Vector
 from worker_agent.slice_offers import GROUP_HEADER, Moment, Terms
 from worker_agent.slice_rounds import SliceRounds
+from worker_agent.slice_work import SliceWork
 
 TOKEN = "a-token-for-tests-only"
 SECRET = "0123456789abcdef"
@@ -196,6 +197,33 @@ def test_work_that_nobody_wants_ends_although_its_cancellation_gets_lost(way, mo
             with pytest.raises(StaleEpoch, match="is over"):
                 await work
             assert calls == [way]
+
+    run(scenario())
+
+
+def test_a_slice_that_fails_ends_the_others_although_a_cancellation_gets_lost(monkeypatch):
+    both, calls = asyncio.Event(), list[int]()
+
+    async def fails(_: ShardedExchange, __: Terms, work: SliceWork) -> Outcome:
+        calls.append(work.owner.worker_id)
+        if len(calls) == 2:
+            both.set()
+        await both.wait()
+        if work.owner.worker_id == 1:
+            raise NonFinite("not a number", worker="w0", bucket=FLAT, element=0, value="nan")
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise RoundRestarted("a failure of the same moment", bucket=FLAT, detail="a failure") from None
+        raise AssertionError("nothing else ends it")
+
+    async def scenario() -> None:
+        monkeypatch.setattr(ShardedExchange, "_call", fails)
+        async with nodes(3) as made:
+            made[0].exchange.regroup(terms(made, 0, owners=[1, 2]))
+            with pytest.raises(NonFinite, match="not a number"):
+                await made[0].exchange.reduce(brought(0, range(2), FLAT))
+            assert sorted(calls) == [1, 2]
 
     run(scenario())
 

@@ -49,7 +49,7 @@ class Kernels(Protocol):
         """Returns the bits of the largest number, without its sign; what is not finite is larger than what is.
 
         Args:
-            bits_C: bits of floats, shape [C], C at least 1; may begin anywhere.
+            bits_C: bits of floats, contiguous, shape [C], C at least 1; may begin anywhere.
         """
 
     def to_bfloat16(self, values_C: Floats, out_C: Halves) -> None:
